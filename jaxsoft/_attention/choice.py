@@ -229,8 +229,6 @@ def _ffi_leads(operation: AttentionSpec, operands: Operands) -> bool:
     shortest = _of_gpu(_FFI_FROM).get(size)
     if not known or queries != keys or shortest is None:
         return False
-    if Extra.QUERY_SEGMENTS in form.extras:  # by which Pallas skips tiles
-        return False
     of_rule = shortest.gradients if isinstance(operation, AttentionPullback) else shortest.forward
     return queries >= of_rule[form.right is not None]
 

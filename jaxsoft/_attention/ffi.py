@@ -75,7 +75,7 @@ PAGED = Target(
 BACKWARD = Target(
     "attention_backward",
     "its kernel for gradients of attention",
-    ("query_begins", *_SCALARS, "query_sum", "key_sum", "value_sum"),
+    ("query_segments", "key_segments", "query_begins", *_SCALARS, "query_sum", "key_sum", "value_sum"),
     after=("lse", "delta", "cotangent"),
     results=("query", "key", "value"),
     more=(),

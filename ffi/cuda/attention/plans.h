@@ -43,7 +43,9 @@ inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
     });
   if (call.is("attention_backward"))
     return cuda::with_backward_size(call.size, [&](auto size) {
-      return cuda::BackwardSpace<size>(call.batch, call.queries, call.keys, call.heads, call.key_heads).bytes();
+      return cuda::BackwardSpace<size>(call.batch, call.queries, call.keys, call.heads, call.key_heads,
+                                       call.has("segments"))
+          .bytes();
     });
   const auto problem = call.decode();
   return cuda::decode::Workspace(cuda::decode::make_plan(problem, multiprocessors), problem.item_rows(),

@@ -95,8 +95,10 @@ inline constexpr Set<Name> kOfPages = {Name::bias,         Name::mask,          
 inline constexpr Set<Name> kOfMany = {Name::query_segments, Name::key_segments, Name::query_begins, Name::query_lengths,
                                       Name::key_lengths,    Name::offset,       Name::sinks,        Name::state_output,
                                       Name::state_lse};
-inline constexpr Set<Name> kOfGradients = {Name::query_begins, Name::query_lengths, Name::key_lengths, Name::offset,
-                                           Name::sinks,        Name::query_sum,     Name::key_sum,     Name::value_sum};
+inline constexpr Set<Name> kOfGradients = {Name::query_segments, Name::key_segments, Name::query_begins,
+                                           Name::query_lengths,  Name::key_lengths,  Name::offset,
+                                           Name::sinks,          Name::query_sum,    Name::key_sum,
+                                           Name::value_sum};
 
 inline constexpr Target kForward = {"attention_forward",
                                     {Name::query, Name::key, Name::value},

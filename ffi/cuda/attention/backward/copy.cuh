@@ -4,7 +4,7 @@
 
 #include "../../counter.cuh"
 #include "../../tensor_map.cuh"
-#include "work.cuh"
+#include "plan.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -15,8 +15,9 @@ __device__ void copy_tile(T* to, const CUtensorMap& map, int head, int row, int 
   for (int column = 0; column < size; column += 64) copy_box(to + column * rows, map, {column, head, row, batch}, done);
 }
 
-template <class T, int size>
-__device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& shared) {
+template <class T, int size, bool segmented>
+__device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size, segmented>& shared) {
+  using Shared = BackwardShared<T, size, segmented>;
   using Plan = BackwardPlan<size>;
   constexpr unsigned tile_bytes = sizeof(T) * Plan::queries * size, key_bytes = sizeof(T) * Plan::keys * size;
   constexpr unsigned number_bytes = sizeof shared.numbers[0];
@@ -31,7 +32,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
     shared.tickets[ticket_place.slot] = ticket;
     shared.ticket_full[ticket_place.slot].arrive();
     if (ticket >= call.pieces) return;
-    const BackwardWork<size> work(call, {call, ticket});
+    const typename Shared::Work work(call, {call, ticket});
     if (work.tiles.length() == 0) continue;
     bool first = true;
     for (int i = 0; i < call.group; i++) {
@@ -75,12 +76,12 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
 // to the first, and tiles follow each other in all of them. So a block needs to know how far the next block of keys is,
 // whose piece of work was taken before: it runs already, or has ended. Each of the threads that add signals how far
 // it is. A microsecond passes until that is seen, so another thread waits for it, and runs ahead.
-template <class T, int size>
-__device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>& shared) {
+template <class Shared>
+__device__ void wait_for_turns(const BackwardCall& call, Shared& shared) {
   static_assert(BackwardCode::groups == 2);
   const uint32_t turns = shared_address(&shared.turns);
   unsigned tiles = 0;
-  for_pieces<false>(call, shared, [&](const BackwardWork<size>& work) {
+  for_pieces<false>(call, shared, [&](const auto& work) {
     for (int i = 0; i < call.group; i++) {
       const int2* next = call.ends + work.head(call, i) * call.key_blocks + work.block + 1;
       int end = 0;  // of the tiles that the next block has added to
@@ -103,7 +104,7 @@ __device__ void clear_sums(const BackwardCall& call, Shared& shared, unsigned ra
   const int64_t of_head = int64_t(call.group) * call.query_tiles * (Plan::queries * size) / 4;
   const int parts = call.key_blocks * Plan::blocks;
   const int64_t part = (of_head + parts - 1) / parts;
-  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
+  for_pieces<true>(call, shared, [&](const auto& work) {
     const int head = work.batch * call.key_heads + work.key_head + call.cleared_ahead;
     if (head >= call.batch * call.key_heads) return;
     auto* const sums = reinterpret_cast<float4*>(call.sums) + head * of_head;
@@ -120,28 +121,28 @@ __device__ inline void wait_for_count(const unsigned* counter, unsigned number) 
 }
 
 // Waits until the sums of a piece of work have been cleared, so that any order of additions will do.
-template <int size>
-__device__ void wait_for_zeros(const BackwardCall& call, const BackwardWork<size>& work) {
+template <class Work>
+__device__ void wait_for_zeros(const BackwardCall& call, const Work& work) {
   const int key_head = work.batch * call.key_heads + work.key_head;
   if (key_head < call.cleared_ahead) return;
-  wait_for_count(call.cleared + key_head, call.key_blocks * BackwardPlan<size>::blocks);
+  wait_for_count(call.cleared + key_head, call.key_blocks * Work::Plan::blocks);
   asm volatile("fence.proxy.async.global;" ::: "memory");  // threads have stored zeros, and copies add to them
 }
 
 // Says of a piece of work that `parts` of its additions are complete, of BackwardPlan::added_parts.
-template <int size>
-__device__ void count_as_added(const BackwardCall& call, const BackwardWork<size>& work, unsigned parts) {
+template <class Work>
+__device__ void count_as_added(const BackwardCall& call, const Work& work, unsigned parts) {
   add_released(call.added + work.batch * call.key_heads + work.key_head, parts);
 }
 
 // Adds what a warp group has of the gradient by queries to the sums.
-template <class T, int size>
-__device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
+template <class T, int size, bool segmented>
+__device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segmented>& shared, int group) {
   using Plan = BackwardPlan<size>;
-  using Shared = BackwardShared<T, size>;
+  using Shared = BackwardShared<T, size, segmented>;
   const uint32_t turns = shared_address(&shared.turns);
   unsigned parity = 0, tiles = 0;
-  for_pieces<false>(call, shared, [&](const BackwardWork<size>& work) {
+  for_pieces<false>(call, shared, [&](const auto& work) {
     if (!call.deterministic) wait_for_zeros(call, work);
     for (int i = 0; i < call.group; i++) {
       const int64_t head = work.head(call, i);

@@ -8,9 +8,9 @@
 
 namespace jaxsoft::cuda {
 
-template <class T>
-__device__ void bring_tiles(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
-  using Pair = BackwardPair<T>;
+template <class T, bool segmented>
+__device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank) {
+  using Pair = BackwardPair<T, segmented>;
   using Plan = typename Pair::Plan;
   constexpr int size = Pair::size, half = Pair::half, queries = Pair::queries, keys = Pair::keys;
   constexpr unsigned tile_bytes = sizeof(T) * queries * size, key_bytes = sizeof(T) * keys * size;
@@ -37,7 +37,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T>& shared, u
       shared.ticket_empty[ticket_place.slot].arrive_in(0);
     }
     if (ticket >= call.pieces) return;
-    const BackwardWork<size> work(call, {call, ticket});
+    const typename Pair::Work work(call, {call, ticket});
     if (work.tiles.length() == 0) continue;
     const int own = work.block * Plan::keys + rank * keys, other = work.block * Plan::keys + other_block(rank) * keys;
 #pragma unroll
@@ -85,12 +85,12 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T>& shared, u
 }
 
 // Sends the slopes of each tile to the other block as soon as it has room for them.
-template <class T>
-__device__ void send_slopes(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
-  SlotPlace<BackwardPair<T>::slope_slots> slopes;
+template <class T, bool segmented>
+__device__ void send_slopes(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank) {
+  SlotPlace<BackwardPair<T, segmented>::slope_slots> slopes;
   unsigned parity = 0;
   Barrier* last_empty = nullptr;
-  for_pieces<false>(call, shared, [&](const BackwardWork<BackwardPair<T>::size>& work) {
+  for_pieces<false>(call, shared, [&](const auto& work) {
     for (int step = work.tiles.length() * call.group; step > 0; step--) {
       shared.slopes_full[slopes.slot].wait(slopes.parity);
       // The other block no longer needs the slopes that it got before. So they have been read here as well.
@@ -108,27 +108,26 @@ __device__ void send_slopes(const BackwardCall& call, BackwardPair<T>& shared, u
 }
 
 // The sums of one part of the block's columns: of the first tile of a head, and then one for each tile.
-template <class T>
-__device__ float* sums_of_part(const BackwardCall& call, const BackwardWork<BackwardPair<T>::size>& work, int of_group,
+template <class Pair>
+__device__ float* sums_of_part(const BackwardCall& call, const typename Pair::Work& work, int of_group,
                                unsigned rank, int part) {
-  using Pair = BackwardPair<T>;
   return call.sums + work.head(call, of_group) * call.query_tiles * Pair::sum_tile +
          (rank * Pair::parts + part) * Pair::sum;
 }
 
 // Adds the block's part of the gradient by queries to the sums, in any order.
-template <class T>
-__device__ void add_sums(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
-  using Pair = BackwardPair<T>;
+template <class T, bool segmented>
+__device__ void add_sums(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank) {
+  using Pair = BackwardPair<T, segmented>;
   unsigned parity = 0;
-  for_pieces<false>(call, shared, [&](const BackwardWork<Pair::size>& work) {
-    wait_for_zeros<Pair::size>(call, work);
+  for_pieces<false>(call, shared, [&](const auto& work) {
+    wait_for_zeros(call, work);
     for (int i = 0; i < call.group; i++) {
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
 #pragma unroll
         for (int part = 0; part < Pair::parts; part++) {
           shared.sum_full[part].wait(parity);
-          add_floats(sums_of_part<T>(call, work, i, rank, part) + int64_t(tile) * Pair::sum_tile, shared.sums,
+          add_floats(sums_of_part<Pair>(call, work, i, rank, part) + int64_t(tile) * Pair::sum_tile, shared.sums,
                      sizeof shared.sums);
           commit_stores();
           wait_for_reads_of_stores();
@@ -144,14 +143,14 @@ __device__ void add_sums(const BackwardCall& call, BackwardPair<T>& shared, unsi
 
 // Adds one part of it, in a fixed order. A thread waits for its turn as in copy.cuh, but only for what has the same
 // columns, and without another thread that looks ahead: it has the time of two parts for each of its own.
-template <class T>
-__device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank, int part) {
-  using Pair = BackwardPair<T>;
+template <class T, bool segmented>
+__device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank, int part) {
+  using Pair = BackwardPair<T, segmented>;
   constexpr int parts = Pair::parts * Pair::Plan::blocks;
   unsigned parity = 0;
-  for_pieces<false>(call, shared, [&](const BackwardWork<Pair::size>& work) {
+  for_pieces<false>(call, shared, [&](const auto& work) {
     for (int i = 0; i < call.group; i++) {
-      float* const sums = sums_of_part<T>(call, work, i, rank, part);
+      float* const sums = sums_of_part<Pair>(call, work, i, rank, part);
       int* const end = reinterpret_cast<int*>(call.ends) + (work.head(call, i) * call.key_blocks + work.block) * parts +
                        rank * Pair::parts + part;
       int end_of_next = 0;  // of the tiles that the next block of keys has added to

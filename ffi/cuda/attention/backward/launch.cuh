@@ -8,6 +8,7 @@
 #include "../../devices.cuh"
 #include "../attention.cuh"
 #include "sums.cuh"
+#include "tile_ranges.cuh"
 #include "copy.cuh"
 #include "copy_in_pairs.cuh"
 #include "multiply.cuh"
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
   let_next_kernel_start();
   if constexpr (kWarpGroupCode) {
     extern __shared__ __align__(1024) unsigned char bytes[];
-    auto& shared = *reinterpret_cast<BackwardShared<T, size>*>(bytes);
+    auto& shared = *reinterpret_cast<BackwardShared<T, size, may_have_segments<kind>>*>(bytes);
     if (threadIdx.x == 0) shared.init(call.deterministic);
     __syncthreads();
     const int group = warp_group();
@@ -31,24 +32,24 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
       if (warp > BackwardCode::groups && !call.deterministic) {
         clear_sums<size>(call, shared);
       } else if (threadIdx.x % 32 == 0) {
-        if (warp == 0) bring_tiles<T, size>(call, shared);
-        else if (warp <= BackwardCode::groups) add_sums<T, size>(call, shared, warp - 1);
-        else wait_for_turns<T, size>(call, shared);
+        if (warp == 0) bring_tiles(call, shared);
+        else if (warp <= BackwardCode::groups) add_sums(call, shared, warp - 1);
+        else wait_for_turns(call, shared);
       }
     } else {
       take_registers<BackwardCode::registers>();
-      multiply_tiles<T, size, kind, wide>(call, shared, group);
+      multiply_tiles<kind, wide>(call, shared, group);
     }
   }
 }
 
 // The same for heads of more than 128, by pairs of blocks.
 template <class T, BackwardKind kind, bool wide>
-__global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
+__global__ void __launch_bounds__(BackwardPair<T, false>::threads, 1)
     attention_backward_in_pairs(const __grid_constant__ BackwardCall call) {
   let_next_kernel_start();
   if constexpr (kWarpGroupCode) {
-    using Pair = BackwardPair<T>;
+    using Pair = BackwardPair<T, may_have_segments<kind>>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& shared = *reinterpret_cast<Pair*>(bytes);
     if (threadIdx.x == 0) shared.init(call.deterministic);
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
       __syncwarp();
     } else if (group == 0) {
       take_registers<Pair::score_registers>();
-      multiply_scores<T, kind>(call, shared, rank);
+      multiply_scores<kind>(call, shared, rank);
     } else {
       take_registers<Pair::gradient_registers>();
       if (group == 1) multiply_values<wide>(call, shared, rank);
@@ -98,7 +99,8 @@ int heads_in_turn(const BackwardCall& call) {
 template <class T, int size, BackwardKind kind, bool wide>
 cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
   using Plan = BackwardPlan<size>;
-  using Shared = std::conditional_t<Plan::blocks == 2, BackwardPair<T>, BackwardShared<T, size>>;
+  constexpr bool segmented = may_have_segments<kind>;
+  using Shared = std::conditional_t<Plan::blocks == 2, BackwardPair<T, segmented>, BackwardShared<T, size, segmented>>;
   constexpr auto kernel = [] {
     if constexpr (Plan::blocks == 2) return attention_backward_in_pairs<T, kind, wide>;
     else return attention_backward<T, size, kind, wide>;
@@ -144,7 +146,8 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   if (auto e = of_queries(&call.cotangent, gradients.cotangent)) return e;
   if (auto e = of_keys(&call.key, given.key)) return e;
   if (auto e = of_keys(&call.value, given.value)) return e;
-  const BackwardSpace<size> space(given.batch, given.queries, given.keys, given.heads, given.key_heads);
+  const BackwardSpace<size> space(given.batch, given.queries, given.keys, given.heads, given.key_heads,
+                                  given.query_segments);
   const int64_t tiles = space.heads * space.query_tiles, pieces = space.key_heads * space.key_blocks;
   if (tiles > INT32_MAX || pieces > INT32_MAX - 1024) return cudaErrorInvalidValue;
   if (given.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
@@ -169,7 +172,18 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   const int64_t ahead = std::min<int64_t>(call.processors / Plan::blocks / call.key_blocks + 2, space.key_heads);
   call.cleared_ahead = static_cast<int>(ahead);
   const int64_t now = call.deterministic ? 0 : space.sums / space.key_heads * ahead;
-  return cudaMemsetAsync(given.workspace, 0, space.counts + now, stream);
+  if (auto e = cudaMemsetAsync(given.workspace, 0, space.counts + now, stream)) return e;
+  if (!given.query_segments) return cudaSuccess;
+  call.query_segments = {given.query_segments, given.segment_steps[0], given.queries};
+  call.key_segments = {given.key_segments, given.segment_steps[1], given.keys};
+  call.segments = reinterpret_cast<SegmentRange*>(take(space.segments));
+  call.tiles = reinterpret_cast<QueryTiles*>(take(space.tiles));
+  call.tile_is_met = take(space.tile_is_met);
+  find_segment_ranges<<<call.key_blocks * given.batch, 256, 0, stream>>>(call.key_segments, call.query_segments,
+                                                                        call.key_blocks, Plan::keys, call.segments);
+  if (auto e = cudaGetLastError()) return e;
+  find_tile_ranges<size><<<given.batch, 256, 0, stream>>>(call);
+  return cudaGetLastError();
 }
 
 template <class T, int size>
@@ -178,6 +192,7 @@ cudaError_t run_backward(BackwardCall& call, const AttentionCall& given, const A
   if (auto e = prepare_backward<size>(call, given, gradients, stream)) return e;
   const bool limited = given.limits.of_keys() || given.keys % BackwardPlan<size>::keys;
   if (given.cap > 0) return launch_backward<T, size, BackwardKind::capped>(call, gradients, stream);
+  if (given.query_segments) return launch_backward<T, size, BackwardKind::segmented>(call, gradients, stream);
   if (limited) return launch_backward<T, size, BackwardKind::limited>(call, gradients, stream);
   return launch_backward<T, size, BackwardKind::plain>(call, gradients, stream);
 }

@@ -33,8 +33,8 @@ __device__ inline void add_four(float* to, const float (&four)[4]) {
 // Writes a gradient by 64 keys or values, times a factor: `columns` of them, from the column `from`. It is in f32 if it
 // is `wide`, and if it then `adds`, what is there becomes the sum of both. Each number is added to once, so no bits
 // depend on what comes first.
-template <bool wide, class T, int columns, int size>
-__device__ void write_gradient(void* gradient, bool adds, const BackwardCall& call, const BackwardWork<size>& work,
+template <bool wide, class T, int columns, class Work>
+__device__ void write_gradient(void* gradient, bool adds, const BackwardCall& call, const Work& work,
                                int key, const float (&sums)[columns / 2], float factor, int from = 0) {
   using Element = std::conditional_t<wide, float, T>;
   Element* const begin =
@@ -83,10 +83,10 @@ __device__ void write_gradient(void* gradient, bool adds, const BackwardCall& ca
   }
 }
 
-template <class T, int size, BackwardKind kind, bool wide>
-__device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
+template <BackwardKind kind, bool wide, class T, int size, bool segmented>
+__device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size, segmented>& shared, int group) {
   using Plan = BackwardPlan<size>;
-  using Shared = BackwardShared<T, size>;
+  using Shared = BackwardShared<T, size, segmented>;
   constexpr int queries = Plan::queries, count = queries / 2;  // numbers of a thread, of a tile of scores
   constexpr int sum_queries = Shared::sum_queries;
   static_assert(Shared::boxes <= BackwardCode::groups && (Plan::slopes_in_registers || !Plan::sums_later));
@@ -105,7 +105,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
   SlotPlace<Plan::cotangent_slots> cotangent;
   SlotPlace<2> slopes_at, sums_at;  // where slopes are stored next, and multiplied with keys
   unsigned key_parity = 0, sum_parity = 0;
-  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
+  for_pieces<true>(call, shared, [&](const auto& work) {
     const int first_key = work.block * Plan::keys + group * 64;
     const int steps = work.tiles.length() * call.group;
     float of_keys[size / 2] = {}, of_values[size / 2] = {};  // the gradients
@@ -127,9 +127,13 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       shared.query_full[query.slot].wait(query.parity);
       multiply_tile(scores, keys, shared.query[query.slot]);
     };
+    auto show_slopes = [&] {
+      show_to_copies();
+      shared.slopes_full[slopes_at.slot].arrive_as_warp();
+    };
     // From the scores of a tile, which are complete, to its slopes.
     auto begin_tile = [&] {
-      limit_scores<size, kind>(scores, growth, call, work, tile, first_key);
+      limit_scores<kind>(scores, growth, call, work, tile, first_key);
       if (++tile == work.tiles.end) tile = work.tiles.begin;
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
       // A warp that issues a product stands still while the tensor cores are busy. So exponentials run beside products
@@ -161,8 +165,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
 #pragma unroll
       for (int i = 0; i < count / 8; i++)
         store_turned(slopes_of_lane + slopes_at.slot * (Shared::slope_tile * 2) + i * (16 * box_row), rounded[i]);
-      show_to_copies();
-      shared.slopes_full[slopes_at.slot].arrive_as_warp();
+      if constexpr (!Plan::sums_later) show_slopes();
     };
     // Begins the products of keys, and the slopes that both groups have stored.
     auto multiply_slopes = [&](float (&sums)[sum_queries / 2]) {
@@ -194,11 +197,12 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       constexpr bool later = Plan::sums_later;
       float sums[sum_queries / 2];
       if constexpr (later && before) multiply_slopes(sums);
-      if constexpr (!Plan::slopes_in_registers) own_slopes_written.wait();
       const auto queries_turned = summed_over_rows(shared.query[query.slot], queries).anew();
       [[maybe_unused]] const auto own_slopes =
           (summed_over_rows(shared.slopes[slopes_at.slot], queries) + group * (queries * box_row)).anew();
-      slopes_at.advance();
+      const unsigned query_slot = query.slot;
+      query.advance();
+      if constexpr (!Plan::slopes_in_registers) own_slopes_written.wait();
       begin_products();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) {
@@ -208,9 +212,9 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
           multiply<T>(of_keys, own_slopes + k * box_row, queries_turned + k * box_row, true);
       }
       commit_products();
-      const unsigned query_slot = query.slot;
-      query.advance();
       if constexpr (more) multiply_scores();
+      if constexpr (later) show_slopes();  // which takes a while, and has time until the next tile
+      slopes_at.advance();
       if constexpr (!later) multiply_slopes(sums);
 
       if constexpr (later) wait_for_products<more>(sums, of_values, weights, of_keys, rounded);

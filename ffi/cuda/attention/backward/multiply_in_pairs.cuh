@@ -8,9 +8,9 @@
 
 namespace jaxsoft::cuda {
 
-template <class T, BackwardKind kind>
-__device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
-  using Pair = BackwardPair<T>;
+template <BackwardKind kind, class T, bool segmented>
+__device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank) {
+  using Pair = BackwardPair<T, segmented>;
   using Plan = typename Pair::Plan;
   constexpr int size = Pair::size, queries = Pair::queries, count = queries / 2;  // numbers of a thread, of a tile
   constexpr int box_row = Pair::box_row, box_bytes = Pair::box_bytes;
@@ -64,7 +64,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
     show_to_copies();
     shared.sum_full[part].arrive_as_warp();
   };
-  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
+  for_pieces<true>(call, shared, [&](const auto& work) {
     const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.tiles.length() * call.group;
     if (steps == 0) return;
     shared.key_full.wait(key_parity);
@@ -89,7 +89,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
         last_slopes.advance();
         shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
       }
-      limit_scores<size, kind>(scores, growth, call, work, tile, first_key);
+      limit_scores<kind>(scores, growth, call, work, tile, first_key);
       if (++tile == work.tiles.end) tile = work.tiles.begin;
       // Exponentials run beside these products, and slopes beside those below, as they stand between their instructions
       // (see multiply.cuh).
@@ -141,9 +141,9 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
 
 // A gradient by the block's keys, in halves of the columns: products of all columns would need more registers than the
 // compiler plans with. Adds the products of tiles of queries and keys, and of queries or cotangents, each in slots.
-template <class T, int left_slots, int right_slots>
+template <class T, bool segmented, int left_slots, int right_slots>
 struct PairGradient {
-  using Pair = BackwardPair<T>;
+  using Pair = BackwardPair<T, segmented>;
   const T (&left)[left_slots][Pair::queries * Pair::keys];
   Barrier (&left_full)[left_slots], (&left_empty)[left_slots];
   const T (&right)[right_slots][Pair::queries * Pair::size];
@@ -153,7 +153,7 @@ struct PairGradient {
 
   // In f32 if it is `wide`, where it is added to what is there if it `adds`.
   template <bool wide>
-  __device__ void sum(const BackwardCall& call, const BackwardWork<Pair::size>& work, unsigned rank, void* gradient,
+  __device__ void sum(const BackwardCall& call, const typename Pair::Work& work, unsigned rank, void* gradient,
                       float factor, bool adds) {
     if (wide && adds && work.tiles.length() == 0) return;
     float sums[2][Pair::half / 2] = {};
@@ -184,23 +184,23 @@ struct PairGradient {
   }
 };
 
-template <bool wide, class T>
-__device__ void multiply_values(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
-  using Pair = BackwardPair<T>;
-  PairGradient<T, 1, Pair::Plan::cotangent_slots> gradient{
+template <bool wide, class T, bool segmented>
+__device__ void multiply_values(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank) {
+  using Pair = BackwardPair<T, segmented>;
+  PairGradient<T, segmented, 1, Pair::Plan::cotangent_slots> gradient{
       shared.weights,   shared.weights_full,   shared.weights_empty,
       shared.cotangent, shared.cotangent_full, shared.cotangent_empty};
-  for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
+  for_pieces<true>(call, shared, [&](const auto& work) {
     gradient.template sum<wide>(call, work, rank, call.value_gradient, 1.f, call.adds_value);
   });
 }
 
-template <bool wide, class T>
-__device__ void multiply_keys(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
-  using Pair = BackwardPair<T>;
-  PairGradient<T, Pair::slope_slots, Pair::Plan::query_slots> gradient{
+template <bool wide, class T, bool segmented>
+__device__ void multiply_keys(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank) {
+  using Pair = BackwardPair<T, segmented>;
+  PairGradient<T, segmented, Pair::slope_slots, Pair::Plan::query_slots> gradient{
       shared.slopes, shared.slopes_full, shared.slopes_empty, shared.query, shared.query_full, shared.query_empty};
-  for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
+  for_pieces<true>(call, shared, [&](const auto& work) {
     gradient.template sum<wide>(call, work, rank, call.key_gradient, call.scale, call.adds_key);
   });
 }

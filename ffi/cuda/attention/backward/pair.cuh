@@ -16,10 +16,11 @@ namespace jaxsoft::cuda {
 // The rank of a block of the pair is 0 or 1.
 __device__ inline unsigned other_block(unsigned rank) { return rank ^ 1; }
 
-template <class T>
+template <class T, bool segmented>
 struct BackwardPair {
   static constexpr int size = 256, half = size / 2;
   using Plan = BackwardPlan<size>;
+  using Work = BackwardWork<size, segmented>;
   static constexpr int queries = Plan::queries, keys = Plan::keys / Plan::blocks;  // of a block
   static_assert(Plan::blocks == 2 && queries == 64 && keys == 64);
   static constexpr int groups = 3, threads = (groups + 1) * kWarpGroup;

@@ -5,24 +5,16 @@
 
 #include <cstdint>
 
-#include "../../hopper.cuh"
 #include "../../warp_groups.cuh"
-#include "tiles.h"
+#include "work.cuh"
 
 namespace jaxsoft::cuda {
 
-// Numbers that all sizes of heads share.
-struct BackwardCode {
-  static constexpr int groups = 2;                            // warp groups that multiply
-  static constexpr int threads = (groups + 1) * kWarpGroup;   // and one that copies
-  static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
-  static constexpr int ticket_slots = 2;                             // pieces of work that are known at a time
-};
-
-template <class T, int head_size>
+template <class T, int head_size, bool segmented>
 struct BackwardShared {
   static constexpr int size = head_size, threads = BackwardCode::threads;
   using Plan = BackwardPlan<size>;
+  using Work = BackwardWork<size, segmented>;
   using Code = BackwardCode;
   static constexpr int boxes = size / 64;  // of 64 columns
   static constexpr int tile = Plan::queries * size, slope_tile = Plan::queries * Plan::keys;

@@ -27,6 +27,30 @@ __device__ void exclude(float (&scores)[count], const NearLimits& limits) {
   }
 }
 
+// The same where a key and a query are in different segments. `key` and `query` are those of the thread's first score.
+template <int count>
+__device__ void exclude_segments(float (&scores)[count], const BackwardCall& call, const SegmentRange& segment, int batch,
+                                 int key, int query) {
+  if (segment.has_inner()) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      const int column = i / 4 * 8 + i % 2;
+      if (query + column < segment.inner_begin || query + column >= segment.inner_end) scores[i] = -INFINITY;
+    }
+    return;
+  }
+  const int of_keys[2] = {call.key_segments.number(batch, key), call.key_segments.number(batch, key + 8)};
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int of_query = call.query_segments.number(batch, query + i * 2 + j);
+      if (of_query != of_keys[0]) scores[i + j] = -INFINITY;
+      if (of_query != of_keys[1]) scores[i + 2 + j] = -INFINITY;
+    }
+  }
+}
+
 // cap * tanh(scale * product / cap) in units of base 2, and how it grows with the scaled product.
 struct Capped {
   float score, slope;
@@ -40,9 +64,9 @@ struct Capped {
 
 // Caps the products of 64 keys and a tile of queries, and excludes those of masked scores. `growth` is how
 // scores grow with products, if they are capped, and else has one unused element.
-template <int size, BackwardKind kind, int count, int growths>
+template <BackwardKind kind, int count, int growths, class Work>
 __device__ void limit_scores(float (&scores)[count], float (&growth)[growths], const BackwardCall& call,
-                             const BackwardWork<size>& work, int tile, int first_key) {
+                             const Work& work, int tile, int first_key) {
   if constexpr (kind == BackwardKind::capped) {
 #pragma unroll
     for (int i = 0; i < count; i++) {
@@ -51,8 +75,11 @@ __device__ void limit_scores(float (&scores)[count], float (&growth)[growths], c
     }
   }
   if constexpr (kind != BackwardKind::plain) {
-    if (work.masked(tile, first_key))
-      exclude(scores, {work.limits, first_key + row_of_thread(), tile * (2 * count) + column_of_thread()});
+    if (work.masked(call, tile, first_key)) {
+      const int key = first_key + row_of_thread(), query = tile * (2 * count) + column_of_thread();
+      exclude(scores, {work.limits, key, query});
+      if (work.has_segments(call)) exclude_segments(scores, call, work.segment, work.batch, key, query);
+    }
   }
 }
 

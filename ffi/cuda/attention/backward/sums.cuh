@@ -25,6 +25,15 @@ __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const
   }
 }
 
+// To sums of tiles without a valid key, nothing was added, and perhaps they are not even 0.
+template <int queries>
+__device__ bool has_sums(const BackwardCall& call, int batch, int tile) {
+  if (call.segments) return call.tile_is_met[batch * call.query_tiles + tile];
+  const AttentionLimits limits(call, batch);
+  return limits.keys > 0 && max(tile * queries, limits.first_query(0)) <
+                                min(tile * queries + queries, limits.last_query(limits.keys));
+}
+
 // Rounds a tile of sums to rows of the gradient. They are in the order of accumulators of (columns of the head,
 // queries), or where blocks work in pairs, of (queries, columns of the head). It may start before the kernel that adds
 // them ends, as most heads are complete by then: so multiprocessors have work while others are at their last block of
@@ -32,7 +41,7 @@ __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const
 template <class T, int size>
 __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ BackwardCall call) {
   using Plan = BackwardPlan<size>;
-  using Shared = BackwardShared<T, size>;
+  using Shared = BackwardShared<T, size, false>;
   constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries;
   constexpr int row = size + 8;  // padded, so that writes of a warp meet few banks twice
   __shared__ __align__(16) T tile[queries * row];
@@ -40,10 +49,7 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
   const int batch = head / call.heads;
   wait_for_sums<size>(call, batch, head % call.heads / call.group);
-  // To sums of tiles without a valid key, nothing was added, and perhaps they are not even 0.
-  const AttentionLimits limits(call, batch);
-  const bool any = limits.keys > 0 && max(index * queries, limits.first_query(0)) <
-                                             min(index * queries + queries, limits.last_query(limits.keys));
+  const bool any = has_sums<queries>(call, batch, index);
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
   const float* sums = call.sums + place * Shared::tile + group * (Shared::parts * Shared::sum);
 #pragma unroll
@@ -76,7 +82,7 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
 template <class T, int size>
 __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ BackwardCall call) {
   using Plan = BackwardPlan<size>;
-  using Shared = BackwardShared<T, size>;
+  using Shared = BackwardShared<T, size, false>;
   constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries, parts = Shared::parts;
   constexpr int columns = size / parts, row = columns + 4;
   __shared__ __align__(16) float tile[queries * row];
@@ -84,9 +90,7 @@ __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ Backwa
   const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
   const int batch = head / call.heads;
   wait_for_sums<size>(call, batch, head % call.heads / call.group);
-  const AttentionLimits limits(call, batch);
-  const bool any = limits.keys > 0 && max(index * queries, limits.first_query(0)) <
-                                             min(index * queries + queries, limits.last_query(limits.keys));
+  const bool any = has_sums<queries>(call, batch, index);
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
   const float* sums = call.sums + place * Shared::tile + group * (parts * Shared::sum);
 #pragma unroll

@@ -7,6 +7,14 @@
 
 namespace jaxsoft::cuda {
 
+// Numbers that all sizes of heads share.
+struct BackwardCode {
+  static constexpr int groups = 2;                            // warp groups that multiply
+  static constexpr int threads = (groups + 1) * kWarpGroup;   // and one that copies
+  static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
+  static constexpr int ticket_slots = 2;                             // pieces of work that are known at a time
+};
+
 // A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
 // registers: of each thread, a gradient by keys takes half the size of heads, scores, slopes and a part of the gradient
 // by queries half the queries of a tile each, and rounded weights and slopes a quarter. `slopes_in_registers` says
@@ -61,14 +69,18 @@ auto with_backward_size(int64_t size, Use use) {
 //   sequences;
 //   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head of queries;
 //   after the next multiple of 256 the sums, 4 for each query of the tiles of a head and element of the padded head;
-//   lse and delta, 8 for each of these queries.
+//   lse and delta, 8 for each of these queries;
+//   where there are segments, for each block of keys of an element of the batch a range of queries, 16, and one of tiles,
+//   8, and whether a tile of queries is in any, 1.
 template <int size>
 struct BackwardSpace {
   using Plan = BackwardPlan<size>;
   static constexpr int64_t counter = 16;
   int64_t query_tiles, key_blocks, heads, key_heads;  // heads of all sequences
   int64_t ends, counts, sums, numbers;                // bytes; those before the sums are `counts`
-  BackwardSpace(int64_t batch, int64_t queries, int64_t keys, int64_t heads_of_one, int64_t key_heads_of_one)
+  int64_t segments, tiles, tile_is_met;               // bytes, 0 without segments
+  BackwardSpace(int64_t batch, int64_t queries, int64_t keys, int64_t heads_of_one, int64_t key_heads_of_one,
+                bool has_segments)
       : query_tiles((queries + Plan::queries - 1) / Plan::queries),
         key_blocks((keys + Plan::keys - 1) / Plan::keys),
         heads(batch * heads_of_one),
@@ -76,8 +88,11 @@ struct BackwardSpace {
         ends(heads * key_blocks * Plan::blocks * 8),
         counts((counter + 2 * key_heads * 4 + ends + 255) / 256 * 256),
         sums(heads * query_tiles * Plan::queries * size * 4),
-        numbers(heads * query_tiles * Plan::queries * 8) {}
-  int64_t bytes() const { return counts + sums + numbers; }
+        numbers(heads * query_tiles * Plan::queries * 8),
+        segments(has_segments ? batch * key_blocks * 16 : 0),
+        tiles(segments / 2),
+        tile_is_met(has_segments ? batch * query_tiles : 0) {}
+  int64_t bytes() const { return counts + sums + numbers + segments + tiles + tile_is_met; }
 };
 
 }  // namespace jaxsoft::cuda

@@ -7,13 +7,24 @@
 
 #include <cstdint>
 
+#include "../../hopper.cuh"
 #include "../limits.cuh"
-#include "plan.cuh"
+#include "../segments.cuh"
+#include "tiles.h"
 
 namespace jaxsoft::cuda {
 
-// Which scores need a look.
-enum class BackwardKind { plain, limited, capped };
+// Which scores need a look: none, those near limits, also those of segments, and all.
+enum class BackwardKind { plain, limited, segmented, capped };
+template <BackwardKind kind>
+constexpr bool may_have_segments = kind >= BackwardKind::segmented;
+
+// Some tiles of queries, one after the other.
+struct QueryTiles {
+  int begin, end;
+  __device__ int length() const { return end - begin; }
+  __device__ bool has(int tile) const { return begin <= tile && tile < end; }
+};
 
 // A call as the kernels read it.
 struct BackwardCall {
@@ -27,6 +38,10 @@ struct BackwardCall {
   float scale, scale2;  // scale2 is for exponents of 2
   float cap;
   LimitOperands limits;
+  Segments query_segments, key_segments;
+  SegmentRange* segments;      // (B, blocks of keys): the queries that are in segments of a block's keys, if any are
+  QueryTiles* tiles;           // (B, blocks of keys): where there are segments, the tiles of queries of a block
+  unsigned char* tile_is_met;  // (B, tiles): likewise, whether a tile is among those of any block
   float* sums;         // (B * N, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
   float* numbers;      // (B * N, tiles, 2, queries of a tile): lse in base 2, then delta
   // (B * N, blocks of keys, blocks of threads that share them), for both parts that each adds: the end of the tiles to
@@ -38,13 +53,6 @@ struct BackwardCall {
   int cleared_ahead;   // how many key heads lie between a block of keys and the sums that it clears, in any order
   void *query_gradient, *key_gradient, *value_gradient;
   bool adds_query, adds_key, adds_value;  // whether those in f32 are added to what is there
-};
-
-// Some tiles of queries, one after the other.
-struct QueryTiles {
-  int begin, end;
-  __device__ int length() const { return end - begin; }
-  __device__ bool has(int tile) const { return begin <= tile && tile < end; }
 };
 
 // Which block of keys, and of which key head of all in the batch, a piece of work is. Pieces that are taken one after
@@ -63,35 +71,46 @@ struct BackwardPlace {
 };
 
 // A piece of work.
-template <int size>
+// `segmented` says whether the call may have segments.
+template <int head_size, bool segmented>
 struct BackwardWork {
+  static constexpr int size = head_size;
   using Plan = BackwardPlan<size>;
   int batch, key_head, block;
   AttentionLimits limits;
   QueryTiles tiles, tiles_of_next;  // the latter those of the next block of keys
+  SegmentRange segment;             // of the block, if the call has segments
 
   __device__ BackwardWork(const BackwardCall& call, const BackwardPlace& place)
       : batch(place.key_head / call.key_heads),
         key_head(place.key_head % call.key_heads),
         block(place.block),
         limits(call, batch),
-        tiles(range(block)),
-        tiles_of_next(range(block + 1)) {}
+        tiles(range(call, block)),
+        tiles_of_next(range(call, block + 1)),
+        segment(has_segments(call) ? call.segments[batch * call.key_blocks + block] : SegmentRange{}) {}
+  __device__ static bool has_segments(const BackwardCall& call) { return segmented && call.segments; }
   // A head of queries, of all in the batch.
   __device__ int64_t head(const BackwardCall& call, int of_group) const {
     return int64_t(batch) * call.heads + key_head * call.group + of_group;
   }
   // The tiles with a valid score. For each tile these are blocks that follow each other.
-  __device__ QueryTiles range(int of_block) const {
+  __device__ QueryTiles range(const BackwardCall& call, int of_block) const {
+    if (!has_segments(call)) return range(limits, of_block);
+    return of_block < call.key_blocks ? call.tiles[batch * call.key_blocks + of_block] : QueryTiles{0, 0};
+  }
+  // Those within limits.
+  __device__ static QueryTiles range(const AttentionLimits& limits, int of_block) {
     const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, limits.keys);
     const int first = limits.first_query(begin), last = limits.last_query(end);
     if (begin >= end || first >= last) return {0, 0};
     return {first / Plan::queries, (last + Plan::queries - 1) / Plan::queries};
   }
   // Whether some score of the keys [key, key + 64) and this tile is masked, but for those of queries past the end.
-  __device__ bool masked(int tile, int key) const {
-    const int query = tile * Plan::queries;
-    return limits.exclude_some(key, key + 64, query, query + Plan::queries);
+  __device__ bool masked(const BackwardCall& call, int tile, int key) const {
+    const int query = tile * Plan::queries, end = query + Plan::queries;
+    const bool of_segments = has_segments(call) && (query < segment.inner_begin || end > segment.inner_end);
+    return of_segments || limits.exclude_some(key, key + 64, query, end);
   }
 };
 
@@ -108,7 +127,7 @@ __device__ void for_pieces(const BackwardCall& call, Shared& shared, Visit visit
     else if constexpr (in_pairs) empty.arrive_in(0);
     else empty.arrive();
     if (ticket >= call.pieces) return;
-    visit(BackwardWork<Shared::size>(call, {call, ticket}));
+    visit(typename Shared::Work(call, {call, ticket}));
   }
 }
 

@@ -68,7 +68,7 @@ struct ForwardItem {
   bool there;  // else there are no more
   int batch, head, key_head, query;  // its first query
   AttentionLimits limits;
-  // Where all of its queries have one segment, whose keys are a range: that range, and else it is empty.
+  // Where all of its queries have one segment, whose keys are a range: that range. Else it is empty.
   KeyRange segment;
   TileRange tiles;
   ForwardItem() = default;

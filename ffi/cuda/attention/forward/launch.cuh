@@ -49,9 +49,9 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
     const ForwardSpace space(call.batch, blocks);
     if (call.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
     auto* const ranges = reinterpret_cast<SegmentRange*>(static_cast<unsigned char*>(call.workspace) + space.counter);
-    find_segment_ranges<<<dim3(args.blocks_of_head, call.batch), 256, 0, stream>>>(
+    find_segment_ranges<<<args.blocks_of_head * call.batch, 256, 0, stream>>>(
         {call.query_segments, call.segment_steps[0], call.queries}, {call.key_segments, call.segment_steps[1], call.keys},
-        Plan::queries, ranges);
+        args.blocks_of_head, Plan::queries, ranges);
     if (auto e = cudaGetLastError()) return e;
     args.segments = ranges;
   }

@@ -1,0 +1,59 @@
+// Which tiles of queries a block of keys goes over, where there are segments.
+//
+// The kernel relies on it that both ends of these ranges rise with the block: then the blocks that add to a tile follow
+// each other, and each knows whom to wait for. Segments may lie in any order, so ranges are widened until it is so. For
+// documents that are packed one after the other nothing is widened.
+#pragma once
+
+#include "work.cuh"
+
+namespace jaxsoft::cuda {
+
+// Makes each number the greatest, or the least, of those up to it. All threads of a block call it; `numbers` and `carry`
+// are in memory that they share, the latter with room for a number of each thread.
+template <bool greatest, class Number>
+__device__ void accumulate(Number number, int count, int* carry) {
+  const int share = (count + blockDim.x - 1) / blockDim.x;
+  const int begin = min(static_cast<int>(threadIdx.x) * share, count), end = min(begin + share, count);
+  auto better = [](int a, int b) { return greatest ? max(a, b) : min(a, b); };
+  int best = greatest ? INT32_MIN : INT32_MAX;
+  for (int i = begin; i < end; i++) best = better(best, number(i));
+  carry[threadIdx.x] = best;
+  __syncthreads();
+  best = greatest ? INT32_MIN : INT32_MAX;
+  for (int i = 0; i < static_cast<int>(threadIdx.x); i++) best = better(best, carry[i]);
+  for (int i = begin; i < end; i++) number(i) = best = better(best, number(i));
+  __syncthreads();
+}
+
+// A block of threads for each element of the batch.
+template <int size, int threads = 256>
+__global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constant__ BackwardCall call) {
+  constexpr int queries = BackwardPlan<size>::queries;
+  __shared__ int carry[threads];
+  const int batch = blockIdx.x, blocks = call.key_blocks;
+  const AttentionLimits limits(call, batch);
+  const SegmentRange* const segments = call.segments + batch * blocks;
+  QueryTiles* const tiles = call.tiles + batch * blocks;
+  for (int i = threadIdx.x; i < blocks; i += threads) {
+    const SegmentRange& own = segments[i];
+    const bool any = own.begin < own.end;
+    tiles[i] = {any ? own.begin / queries : call.query_tiles, any ? (own.end + queries - 1) / queries : 0};
+  }
+  __syncthreads();
+  accumulate<true>([&](int i) -> int& { return tiles[i].end; }, blocks, carry);
+  accumulate<false>([&](int i) -> int& { return tiles[blocks - 1 - i].begin; }, blocks, carry);
+  for (int i = threadIdx.x; i < blocks; i += threads) {
+    const QueryTiles within = BackwardWork<size, true>::range(limits, i);
+    const QueryTiles both{max(tiles[i].begin, within.begin), min(tiles[i].end, within.end)};
+    tiles[i] = both.length() > 0 ? both : QueryTiles{0, 0};
+  }
+  __syncthreads();
+  for (int tile = threadIdx.x; tile < call.query_tiles; tile += threads) {
+    bool met = false;
+    for (int i = 0; i < blocks && !met; i++) met = tiles[i].has(tile);
+    call.tile_is_met[batch * call.query_tiles + tile] = met;
+  }
+}
+
+}  // namespace jaxsoft::cuda
