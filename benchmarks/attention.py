@@ -1,4 +1,4 @@
-"""This machine's speed of attention, against cuDNN's and XLA's as `jax.nn.dot_product_attention` has them.
+"""This machine's speed of attention, against cuDNN's and XLA's in `jax.nn`, and FlashAttention-3 and -4.
 
     python benchmarks/attention.py [--quick] [--only GROUP ...] [--having TEXT] [--record FILE] [--plot FILE]
                                    [--commit HASH]
@@ -10,20 +10,24 @@ The times are medians, and whatever is compared takes turns in each repeat, in a
 For each implementation
 
   TFLOP/s  operations of the products over the scores that count, in 10^12 a second (on a CPU, in 10^9): forward two
-           products, 4 B N T S D, and with gradients 3.5 times as many. Under a causal rule, a window, lengths or
+           products, 2 B N T S (H + D), and with gradients seven. Under a causal rule, a window, lengths or
            segments only the scores that count are counted.
-  faster   how many times as fast as cuDNN, or as jax.nn's XLA path where that is not compared
+  faster   how many times as fast as the fastest peer of the case, whose name ends the line
   plain    the rate of Pallas (on a CPU, of jaxsoft's own choice) as a fraction of that of the same call without the
            extra
 
-  cudnn                the peer: jax.nn's implementation="cudnn"
-  xla                  the peer: jax.nn's implementation="xla", which stores all scores
+  cudnn                a peer: jax.nn's implementation="cudnn"
+  xla                  a peer: jax.nn's implementation="xla", which stores all scores
+  FlashAttention-3     a peer, from JAX by the package dew-flash-attn-cu13, on Hopper
+  FlashAttention-4     a peer, of PyTorch by the package flash-attn-4; with gradients also with deterministic=True, by
+                       which they have equal bits
   jaxsoft              jaxsoft's own choice
   deterministic=False  the same without the promise of equal bits, which concerns the gradients
   ffi, pallas          by name
 
-A call that has not enough memory is noted as that. The most important cases come first, and the record is written after
-each, so that a run that is cut short keeps what it has.
+Which peers are not installed is said at the beginning, and a case has those that take it. A peer's result that is wrong
+is noted as that, without a time, and so is a call that has not enough memory. The most important cases come first, and
+the record is written after each, so that a run that is cut short keeps what it has.
 """
 
 import itertools
@@ -35,14 +39,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
 
+import flash_attention
 import jax
 import numpy as np
 import plot
 import timing
-from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
+from attention_cases import CAP, CPU_GROUPS, GROUPS, PACKED, Case, operands, options, scores
 from columns import line
 from jax.stages import Compiled
-from records import Record, rate
+from records import OF_ATTENTION as PEERS
+from records import Record, peer, rate
 from shared import begin, compare, compiling, parser_of_cases, progress
 
 import jaxsoft
@@ -56,21 +62,20 @@ UNIT = "GFLOP/s" if CPU else "TFLOP/s"
 WHOLE = 2**22  # scores of a head, up to which all of its gradients are checked
 # The norm of the error over that of the result, in units of which errors are given. f32 may be rounded to 11 bits.
 ALLOWED = {"bfloat16": 1.5e-2, "float16": 4e-3, "float32": 4e-3}
-PEERS = ("cudnn", "xla")
 
 
 def implementations(case: Case) -> list[str]:
     """What is compared."""
-    if case.extra in ("cap", "sinks"):  # which jax.nn has not
-        return ["jaxsoft"] if CPU else ["jaxsoft", "ffi", "pallas"]
+    of_jax = [] if case.extra in ("cap", "sinks") else ["cudnn", "xla"]  # which jax.nn has not
     if CPU:
-        return ["xla", "jaxsoft"]
-    names = ["cudnn", "xla", "jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas"]
+        return [*of_jax[1:], "jaxsoft"]
+    own = ["jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas"]
+    names = [*of_jax, *flash_attention.peers(case), *own]
     if not case.gradients or case.extra:  # where it makes no difference
         names = [name for name in names if "deterministic=False" not in name]
     # What stores all scores takes long where these are many, so one size of heads has to do.
-    if case.group == "extras" or (case.length > 2048 and case.size != 128):
-        names.remove("xla")
+    if case.group in ("extras", "training") or (case.length > 2048 and case.size != 128):
+        names = [name for name in names if name != "xla"]
     if case.dtype == "float32":
         names = [name for name in names if name in ("xla", "jaxsoft", "deterministic=False")]
     return names
@@ -80,20 +85,23 @@ def function(case: Case, name: str) -> Callable:
     """The call by an implementation, as a function of the arrays."""
     static = options(case)
 
-    def attend(query, key, value, extra):
-        if name not in PEERS:
-            by_name = name.split(",")[0]
-            chosen: dict = {"implementation": by_name} if by_name in ("ffi", "pallas") else {}
-            if "deterministic=False" in name:
-                chosen["deterministic"] = False
-            return jaxsoft.dot_product_attention(query, key, value, **extra, **static, **chosen)
+    def own(query, key, value, extra):
+        by_name = name.split(",")[0]
+        chosen: dict = {"implementation": by_name} if by_name in ("ffi", "pallas") else {}
+        if "deterministic=False" in name:
+            chosen["deterministic"] = False
+        return jaxsoft.dot_product_attention(query, key, value, **extra, **static, **chosen)
+
+    def of_jax(query, key, value, extra):
         extra = dict(extra)
-        if case.extra == "segments":
+        if case.extra in PACKED:
             queries, keys = extra.pop("query_segment_ids"), extra.pop("key_value_segment_ids")
             extra["mask"] = (queries[:, :, None] == keys[:, None])[:, None]
         if "bias" in extra:
             extra["bias"] = extra["bias"].astype(query.dtype)
         return jax.nn.dot_product_attention(query, key, value, **extra, **static, implementation=name)
+
+    attend = flash_attention.in_jax(case) if name == flash_attention.IN_JAX else of_jax if name in PEERS else own
 
     def run(arrays):
         extra = dict(arrays)
@@ -135,7 +143,7 @@ def check(case: Case, arrays: dict[str, jax.Array], result: Sequence[jax.Array])
         of_p = g @ value.T
         dz = p * (of_p - (p * of_p).sum(axis=1, keepdims=True)) / np.sqrt(case.size)
         if case.extra == "cap":
-            dz *= 1 - (np.where(np.isfinite(z), z, 0) / 30) ** 2
+            dz *= 1 - (np.where(np.isfinite(z), z, 0) / CAP) ** 2
         pairs.append((of(result[1], head, queries), dz @ key))
         if whole:
             pairs.append((of(result[2], key_head), dz.T @ of(arrays["query"], head)))
@@ -155,9 +163,17 @@ def compiled(cases: Sequence[Case]) -> Programs:
             progress(f"compiling {case}")
             types = jax.eval_shape(lambda case=case: operands(case))
             for name in implementations(case):
-                traced = jax.jit(function(case, name))
-                programs[case, name] = compiling(pool, lambda traced=traced, types=types: [traced.lower(types)])
+                if name not in flash_attention.BY_TORCH:  # which compile theirs when they are first called
+                    traced = jax.jit(function(case, name))
+                    programs[case, name] = compiling(pool, lambda traced=traced, types=types: [traced.lower(types)])
     return programs
+
+
+def right(name: str, error: float) -> float:
+    """The error of a result. A peer's that is too large raises: the time of what is wrong says nothing."""
+    if name in PEERS and not error <= 1:  # NaN is too large
+        raise ArithmeticError(f"wrong, {error:.3g} times the allowed error")
+    return error
 
 
 def run(case: Case, programs: Programs) -> dict:
@@ -166,12 +182,15 @@ def run(case: Case, programs: Programs) -> dict:
     memory: dict[str, int] = {}
 
     def prepare(name):
+        if name in flash_attention.BY_TORCH:
+            call, tensors = flash_attention.in_torch(case, name), flash_attention.tensors(case, arrays)
+            return (call, [(tensors,)]), right(name, check(case, arrays, call(tensors).arrays(case)))
         (program,) = programs[case, name].result()
         memory[name] = program.memory_analysis().temp_size_in_bytes
         limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
         if limit and memory[name] > limit:  # which XLA would look for in vain
             raise MemoryError(f"out of memory: it takes {memory[name] / 2**30:.0f} GiB beside its operands")
-        return (program, [(arrays,)]), check(case, arrays, program(arrays))
+        return (program, [(arrays,)]), right(name, check(case, arrays, program(arrays)))
 
     def measure(calls):
         number = max(1 if CPU else 2, min(20, round(SAMPLE_SECONDS * RATE / case.flops())))
@@ -185,6 +204,7 @@ def run(case: Case, programs: Programs) -> dict:
         "dtype": case.dtype,
         "shape": [case.batch, case.length, case.heads, case.size],
         "key_heads": case.key_heads,
+        **({"value_size": case.values} if case.values else {}),
         "causal": case.causal,
         "scores": case.counted(),
         "memory": memory,
@@ -204,6 +224,7 @@ def measure(cases: Sequence[Case], record: Record) -> None:
                 plain[rule] = of_own
             base = plain.get(rule) if case.what else None
             beside = f" | {own} / plain {of_own / base:.2f}" if of_own and base else ""
+            beside += f" | fastest peer: {peer(found)}" if peer(found) else ""
             print(line(case, found, (UNIT, "faster"), beside), flush=True)
             record.add(found)
 
@@ -214,8 +235,10 @@ def main() -> None:
     parser = parser_of_cases(__doc__, groups, quick="fewer and, on a CPU, smaller cases", having=examples, drawn=True)
     args = parser.parse_args()
     record = begin(args)
+    for name, reason in ({} if CPU else flash_attention.missing()).items():
+        print(f"{name} is not compared: {reason}", flush=True)
     for group in args.only or groups:
-        print(f"\n{group}: implementation, {UNIT}, times as fast as the peer; fraction of the plain rate", flush=True)
+        print(f"\n{group}: implementation, {UNIT}, times as fast as the best peer; part of the plain rate", flush=True)
         wanted = [case for case in groups[group](args.quick) if args.having in str(case)]
         if wanted and not CPU and not record.cases:
             run(wanted[0], compiled(wanted[:1]))  # in vain: on a GPU, the first case was off by 6 %

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from records import products
 
 TOKENS = 32768  # in all, on a GPU
 WIDTH = 2048  # heads times their size
@@ -28,9 +29,10 @@ class Case:
       dtype: of query, key and value.
       batch, length, heads, key_heads, size: the query is (batch, length, heads, size), keys and values are
         (batch, length, key_heads, size).
+      values: the size of the values' heads, where it is another one.
       causal: whether the causal rule holds.
       gradients: whether the gradients are computed, too.
-      extra: one of EXTRAS.
+      extra: one of EXTRAS, or "documents".
     """
 
     group: str
@@ -44,6 +46,7 @@ class Case:
     causal: bool
     gradients: bool
     extra: str = ""
+    values: int | None = None
 
     def __str__(self) -> str:
         """The case in words."""
@@ -56,9 +59,14 @@ class Case:
         """The direction in words."""
         return "with gradients" if self.gradients else "forward"
 
-    def flops(self) -> float:
-        """Operations of the two products over the scores that count; the gradients' five have 2.5 times as many."""
-        return 4 * self.size * self.heads * self.counted() * (3.5 if self.gradients else 1)
+    @property
+    def value_size(self) -> int:
+        """The size of the values' heads."""
+        return self.values or self.size
+
+    def flops(self) -> int:
+        """Operations of the products over the scores that count."""
+        return products(self.size, self.value_size, self.gradients) * self.heads * self.counted()
 
     def counted(self) -> int:
         """The scores that count of one head, over the batch. Those of a mask all do: it leaves out no whole tile."""
@@ -67,12 +75,14 @@ class Case:
             return int(self.batch * np.minimum(rows + 1, WINDOW + 1).sum())
         if self.extra == "key lengths":
             return int(self.length * _lengths(self).sum())
-        if self.extra == "segments":
-            return sum(int((np.bincount(row) ** 2).sum()) for row in _segments(self))
-        return self.batch * (self.length * (self.length + 1) // 2 if self.causal else self.length**2)
+        # Each sequence by itself, packed or not.
+        lengths = np.diff(cumulative(self)) if self.extra in PACKED else np.full(self.batch, self.length)
+        return sum(n * (n + 1) // 2 if self.causal else n**2 for n in lengths.tolist())
 
 
 WINDOW = 1023  # keys before a query's own position, under the causal rule
+CAP = 30.0
+PACKED = {"segments": 8, "documents": 16}  # how many sequences a row has
 EXTRAS = {
     "key lengths": "key lengths",
     "window": f"window ({WINDOW}, 0)",
@@ -92,22 +102,31 @@ def _lengths(case: Case) -> np.ndarray:
     return np.linspace(case.length, case.length / 3, case.batch).astype(np.int32)
 
 
+def _borders(case: Case) -> np.ndarray:
+    """Where the sequences that are packed into each row begin, but for its first: their lengths are random."""
+    return np.sort(np.random.default_rng(0).integers(1, case.length, (case.batch, PACKED[case.extra] - 1)), axis=1)
+
+
 def _segments(case: Case) -> np.ndarray:
-    """Eight sequences packed into each row, of random lengths."""
-    random = np.random.default_rng(0)
-    borders = np.sort(random.integers(1, case.length, (case.batch, 7)), axis=1)
-    return (np.arange(case.length)[None, :, None] >= borders[:, None]).sum(axis=2).astype(np.int32)
+    """The number of each token's sequence in its row."""
+    return (np.arange(case.length)[None, :, None] >= _borders(case)[:, None]).sum(axis=2).astype(np.int32)
+
+
+def cumulative(case: Case) -> np.ndarray:
+    """Where each packed sequence begins among the tokens of all rows, one after the other, and where the last ends."""
+    starts = np.pad(_borders(case), ((0, 0), (1, 0))) + case.length * np.arange(case.batch)[:, None]
+    return np.append(starts, case.batch * case.length).astype(np.int32)
 
 
 def operands(case: Case) -> dict[str, jax.Array]:
     """The arrays of a case, by the arguments of `dot_product_attention`; and the cotangent."""
-    b, t, n, k, h = case.batch, case.length, case.heads, case.key_heads, case.size
-    shapes = {"query": (b, t, n, h), "key": (b, t, k, h), "value": (b, t, k, h), "cotangent": (b, t, n, h)}
+    b, t, n, k, h, d = case.batch, case.length, case.heads, case.key_heads, case.size, case.value_size
+    shapes = {"query": (b, t, n, h), "key": (b, t, k, h), "value": (b, t, k, d), "cotangent": (b, t, n, d)}
     keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
     found = {name: _normal(key, shape, case.dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=False)}
     if case.extra == "key lengths":
         found["key_value_seq_lengths"] = jnp.asarray(_lengths(case))
-    elif case.extra == "segments":
+    elif case.extra in PACKED:
         found["query_segment_ids"] = found["key_value_segment_ids"] = jnp.asarray(_segments(case))
     elif case.extra in ("mask", "mask by batch"):
         shape = (b if case.extra == "mask by batch" else 1, 1, t, t)
@@ -132,7 +151,7 @@ def options(case: Case) -> dict[str, Any]:
     if case.extra == "window":
         found["local_window_size"] = (WINDOW, 0)
     if case.extra == "cap":
-        found["logits_soft_cap"] = 30.0
+        found["logits_soft_cap"] = CAP
     return found
 
 
@@ -142,7 +161,7 @@ def scores(case: Case, arrays: dict[str, jax.Array], row: int, head: int, querie
     key = np.asarray(arrays["key"][row, :, head // (case.heads // case.key_heads)]).astype(np.float64)
     z, j = query @ key.T / math.sqrt(case.size), np.arange(case.length)
     if case.extra == "cap":
-        z = 30 * np.tanh(z / 30)
+        z = CAP * np.tanh(z / CAP)
     if "bias" in arrays:
         bias = arrays["bias"][0, head]
         z = z + np.asarray(bias if case.extra == "alibi" else bias[queries]).astype(np.float64)
@@ -153,7 +172,7 @@ def scores(case: Case, arrays: dict[str, jax.Array], row: int, head: int, querie
         counted &= j >= queries[:, None] - WINDOW
     if case.extra == "key lengths":
         counted &= j < _lengths(case)[row]
-    if case.extra == "segments":
+    if case.extra in PACKED:
         segments = _segments(case)[row]
         counted &= segments[queries][:, None] == segments
     if "mask" in arrays:
@@ -206,6 +225,20 @@ def extras(quick: bool, length: int = 8192, tokens: int = TOKENS, width: int = W
     yield from _pair(dataclasses.replace(plain, length=length - 1, what="ragged length"))
 
 
+def training(quick: bool) -> Iterator[Case]:
+    """What training uses beside heads of one size over all keys, each under the causal rule."""
+    del quick
+    plain = Case("training", "", "bfloat16", 2, 8192, 16, 16, 128, True, False)
+    grouped = dataclasses.replace(plain, what="grouped queries", batch=4, heads=32, key_heads=8)
+    documents = {"what": f"{PACKED['documents']} packed documents", "extra": "documents"}
+    yield from _pair(dataclasses.replace(plain, **documents, batch=1, length=32768))
+    yield from _pair(grouped)
+    yield from _pair(dataclasses.replace(grouped, what=f"{grouped.what}, {EXTRAS['window']}", extra="window"))
+    yield from _pair(dataclasses.replace(plain, what="head size 192, values of 128", size=192, values=128))
+    for extra in ("sinks", "cap"):
+        yield from _pair(dataclasses.replace(plain, what=EXTRAS[extra], extra=extra))
+
+
 def on_cpu(quick: bool) -> Iterator[Case]:
     """What a CPU computes in reasonable time: (tokens, length, width) with heads of 64."""
     shapes = [(256, 128, 128)] if quick else [(1024, 128, 512), (2048, 512, 512), (2048, 2048, 512), (4096, 4096, 256)]
@@ -218,5 +251,11 @@ def extras_on_cpu(quick: bool) -> Iterator[Case]:
     yield from extras(quick, length=256 if quick else 1024, tokens=512 if quick else 2048, width=256)
 
 
-GROUPS = {"lengths": by_length, "extras": extras, "dtypes": dtypes}
-CPU_GROUPS = {"cpu": on_cpu, "extras": extras_on_cpu}
+def training_on_cpu(quick: bool) -> Iterator[Case]:
+    """The same, small."""
+    for case in training(quick):
+        yield dataclasses.replace(case, batch=1, length=case.length // 32)
+
+
+GROUPS = {"lengths": by_length, "training": training, "extras": extras, "dtypes": dtypes}
+CPU_GROUPS = {"cpu": on_cpu, "extras": extras_on_cpu, "training": training_on_cpu}

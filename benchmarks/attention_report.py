@@ -3,12 +3,13 @@
 import statistics
 
 import plot
-from columns import Column, among, each, speed_up, table
-from records import load, rate
+from columns import Column, among, each, number, over_fastest, table
+from records import OF_ATTENTION, faster, load, peer, rate
 from report import circumstances, tabs
 
-ORDER = ("cudnn", "xla", "jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas")
+ORDER = (*OF_ATTENTION, "jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas")
 CHOICES = ("jaxsoft", "deterministic=False")  # which are jaxsoft's own
+IN_WORDS = {"cudnn": "cuDNN", "xla": "XLA"} | {name: name.partition(",")[0] for name in OF_ATTENTION[2:]}
 
 
 def by_length(name: str) -> str:
@@ -19,7 +20,7 @@ def by_length(name: str) -> str:
         contents.setdefault(title, []).append(case)
     for title, some in contents.items():
         names = among(ORDER, some)
-        gains = [speed_up(names[0], f"{own} / {{}}", own) for own in CHOICES if own in names]
+        gains = [over_fastest(own) for own in CHOICES if own in names]
         columns = ["batch, length, heads", "rule", *each(plot.unit_of_rate(record), names), *gains]
         contents[title] = table(sorted(some, key=lambda case: (case["shape"][1], case["causal"])), columns)
     return tabs(contents)
@@ -39,8 +40,60 @@ def extras(name: str) -> str:
             return found / base if found and base else None
 
         rates = each(plot.unit_of_rate(record), among(ORDER, some))
-        contents[direction] = table(some, ["beside the operands", *rates, Column(f"{own} / plain", of_plain)])
+        gains = [over_fastest(), Column(f"{own} / plain", of_plain)]
+        contents[direction] = table(some, ["beside the operands", *rates, *gains])
     return tabs(contents)
+
+
+def training(name: str) -> str:
+    """The rate of what training uses under the causal rule, in a tab a direction."""
+    record, contents = load(name), {}
+    for case in record.of("training"):
+        contents.setdefault(case["direction"], []).append(case)
+    for direction, some in contents.items():
+        names = among(ORDER, some)
+        gains = [over_fastest(own) for own in CHOICES if own in names]
+        columns = ["what", "batch, length", "heads of a cache", *each(plot.unit_of_rate(record), names), *gains]
+        contents[direction] = table(some, columns)
+    return tabs(contents)
+
+
+def compared(name: str) -> list[dict]:
+    """The cases that jaxsoft's own choice and a peer serve, from the slowest beside the fastest peer on."""
+    some = [case for case in load(name).cases if faster(case, "jaxsoft")]
+    return sorted(some, key=lambda case: faster(case, "jaxsoft"))
+
+
+def behind(name: str) -> list[dict]:
+    """Those in which jaxsoft's own choice took longer than the fastest peer."""
+    return [case for case in compared(name) if faster(case, "jaxsoft") < 1]
+
+
+def standing(name: str) -> str:
+    """In how many cases jaxsoft is behind the fastest peer, and in which, in words."""
+    every, slower = compared(name), behind(name)
+    *others, last = dict.fromkeys(IN_WORDS[found] for found in among(OF_ATTENTION, every))
+    peers = f"{', '.join(others)} and {last}" if others else last
+    kinds: dict[str, list[float]] = {}
+    for case in slower:
+        kinds.setdefault(_kind(case), []).append(faster(case, "jaxsoft"))
+    cells = [f"{kind}, in {len(gains)} by up to {number(100 / min(gains) - 100)} %" for kind, gains in kinds.items()]
+    return (
+        f"Attention is compared with the fastest of {peers} in each case, and takes longer than that in "
+        f"{len(slower) or 'none'} of {len(every)} cases" + (f": {'; '.join(cells)}." if cells else ".")
+    )
+
+
+def _kind(case: dict) -> str:
+    """What a case has in common with others, in words."""
+    beside = case["what"] or f"heads of {case['shape'][3]}" + f" in {case['dtype']}" * (case["dtype"] != "bfloat16")
+    return f"{case['direction']}, {beside}"
+
+
+def slower(name: str) -> str:
+    """The cases in which jaxsoft's own choice is behind, each with the fastest peer; empty without any."""
+    gain = Column(over_fastest().head, lambda case: f"{faster(case, 'jaxsoft'):.3f} ({peer(case)})")
+    return table(behind(name), ["what", "direction", "dtype", "shape", "rule", gain])
 
 
 def noise(name: str) -> str:
@@ -65,5 +118,8 @@ def section(name: str) -> str:
     record = load(name)
     sizes = dict.fromkeys(c["shape"][3] for c in record.of("lengths", "cpu") if c["dtype"] == "bfloat16")
     drawn = [plot.figure(plot.attention_by_length(record, size)) for size in sizes]
-    beside = "Beside query, key and value, over the scores that count:"
-    return "\n\n".join([circumstances(name), noise(name), *drawn, by_length(name), beside, extras(name)])
+    parts = [circumstances(name), noise(name), standing(name), slower(name), *drawn, by_length(name)]
+    if record.of("training"):
+        parts += ["What training uses, under the causal rule:", training(name)]
+    parts += ["Beside query, key and value, over the scores that count:", extras(name)]
+    return "\n\n".join(part for part in parts if part)

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-from records import faster, floor, fraction, rate
+from records import faster, floor, fraction, peer, rate
 
 NOTHING = "\N{EN DASH}"  # where an implementation does not serve a call, or was not measured
 TIMES = "\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}"  # between the lengths of a shape
@@ -111,6 +111,7 @@ COLUMNS = {
     "filters": _words("filters", lambda c: ", ".join(f"`{v}`" for v in c["what"].split() if "=" in v) or "none"),
     "deviation": Column("standard deviation", lambda c: _option(c, "deviation ")),
     "batch, length, heads": _words("batch, length, heads", lambda c: shape(c["shape"][:3])),
+    "batch, length": _words("batch, length", lambda c: shape(c["shape"][:2])),
     "rule": _words("rule", lambda c: "causal" if c["causal"] else "all keys"),
     "beside the operands": _words("beside the operands", lambda c: f"{c['what'] or 'plain'}{', causal' * c['causal']}"),
     "batch": _words("batch", lambda c: str(c["shape"][0])),
@@ -171,6 +172,16 @@ def each(quantity: str, names: Iterable[str]) -> list[Column]:
 def speed_up(than: str | None, head: str = "speed-up over {}", of: str = "jaxsoft") -> Column:
     """How many times as fast as a peer jaxsoft is."""
     return Column(head.format(than), lambda case: than and faster(case, of, than))
+
+
+def over_fastest(of: str = "jaxsoft") -> Column:
+    """How many times as fast as the fastest peer of a case it is, with the name of that peer."""
+
+    def value(case: dict) -> Value:
+        gain = faster(case, of)
+        return f"{number(gain)} ({peer(case)})" if gain else None
+
+    return Column(f"{of} / fastest peer", value)
 
 
 def table(cases: Iterable[dict], columns: Iterable[str | Column]) -> str:

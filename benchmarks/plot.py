@@ -30,10 +30,14 @@ COLOURS = {
     "deterministic=False": ("#7b4fa3", "#bd9be0"),
     "ffi": ("#0f7f86", "#62c5cb"),
     "ffi, deterministic=False": ("#8a5a3c", "#d0a282"),
+    "FlashAttention-3": ("#c2571a", "#f0a06a"),
+    "FlashAttention-4": ("#a8327d", "#ec8cc4"),
+    "FlashAttention-4, deterministic=True": ("#75751f", "#c6c65a"),
     "ring": ("#1b6ca8", "#6bb5ee"),
     "all_gather": ("#c8324b", "#f2798b"),
     "all_to_all": ("#3d7a58", "#83c7a0"),
 }
+LEGEND = 7  # names that a legend has on one line; more of them, some long, are four a line
 INK, PAPER = ("#24292f", "#d7dde3"), ("#ffffff", "#16191d")
 INKED = ("axes.labelcolor", "grid.color", "text.color", "xtick.color", "ytick.color")
 STYLE = dict.fromkeys(INKED, INK[0]) | {
@@ -84,12 +88,12 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, mark: flo
     names = [name for name in COLOURS if any(name in panel.lines for panel in panels)]
     xs = sorted({x for panel in panels for points in panel.lines.values() for x, _ in points})
     powers = [2**k for k in range(math.ceil(math.log2(xs[0])), math.floor(math.log2(xs[-1])) + 1)]
-    rows = math.ceil(len(panels) / 2)
+    rows, lines = math.ceil(len(panels) / 2), 1 if len(names) <= LEGEND else math.ceil(len(names) / 4)
     with matplotlib.rc_context(STYLE):
-        drawn = Figure(figsize=(8.5, 2.2 * rows + 1.3))
+        drawn = Figure(figsize=(8.5, 2.2 * rows + 1.3 + 0.2 * (lines - 1)))
         axes = list(drawn.subplots(rows, 2, sharex=True, sharey=True, squeeze=False).flat)
         height = drawn.get_figheight()
-        drawn.subplots_adjust(0.075, 0.5 / height, 0.985, 1 - 0.8 / height, 0.06, 0.5 / 2.2)
+        drawn.subplots_adjust(0.075, 0.5 / height, 0.985, 1 - (0.6 + 0.2 * lines) / height, 0.06, 0.5 / 2.2)
         for panel, axis in zip(panels, axes, strict=False):
             axis.set_title(panel.title)
             axis.grid()
@@ -110,7 +114,8 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, mark: flo
         axis.xaxis.set_major_formatter(lambda x, _: length(round(x)))
         axis.set_ylim(bottom=0, top=1.1 if mark and axis.get_ylim()[1] < 1.1 else None)
         handles = [matplotlib.lines.Line2D([], [], marker="o", color=COLOURS[name][0], label=name) for name in names]
-        drawn.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.27 / height), ncols=len(names))
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - 0.27 / height)}
+        drawn.legend(handles=handles, **place, ncols=math.ceil(len(names) / lines))
         drawn.suptitle(title, y=1 - 0.08 / height)
         drawn.supxlabel(x_label, y=0.07 / height)
         drawn.supylabel(y_label, x=0.005)

@@ -26,8 +26,11 @@ import pathlib
 RESULTS = pathlib.Path(__file__).parent / "results"
 # Of a number of a dtype.
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-# What jaxsoft is compared with: its speed-ups are over the first of these that a case has.
-PEERS = ("jax.nn", "optax", "optax, composed", "lax.top_k", "composed", "cudnn", "xla")
+# What attention is compared with: its speed-ups are over the fastest of these that a case has.
+FLASH_ATTENTION = ("FlashAttention-3", "FlashAttention-4", "FlashAttention-4, deterministic=True")
+OF_ATTENTION = ("cudnn", "xla", *FLASH_ATTENTION)
+# What jaxsoft is compared with: its other speed-ups are over the first of these that a case has.
+PEERS = ("jax.nn", "optax", "optax, composed", "lax.top_k", "composed", *OF_ATTENTION)
 # What else the times of jaxsoft stand beside, and is none of its kernels.
 YARDSTICKS = ("copy", "warm", "nothing", "products", "products, logits twice", "lax.top_k(is_stable=False)")
 
@@ -101,8 +104,11 @@ def net(case: dict) -> dict:
 
 
 def peer(case: dict) -> str | None:
-    """The peer of a case that has a time."""
-    return next((name for name in PEERS if name in case["seconds"]), None)
+    """The peer of a case that has a time; of attention the fastest one."""
+    found = [name for name in PEERS if name in case["seconds"]]
+    if found and found[0] in OF_ATTENTION:
+        return min(found, key=lambda name: case["seconds"][name])
+    return next(iter(found), None)
 
 
 def fraction(case: dict, name: str) -> float | None:
@@ -117,9 +123,16 @@ def faster(case: dict, name: str, than: str | None = None) -> float | None:
     return seconds[than] / seconds[name] if than in seconds and seconds.get(name, 0) > 0 else None
 
 
-def operations(case: dict) -> float:
-    """Of attention: of two products over the scores that count; the five of gradients have 2.5 times as many."""
-    return 4 * case["shape"][3] * case["shape"][2] * case["scores"] * (1 if case["direction"] == "forward" else 3.5)
+def products(size: int, value_size: int, gradients: bool) -> int:
+    """Operations of attention a score, by the sizes of heads: of two products forward, and of five for gradients."""
+    return 2 * (size + value_size) + gradients * 2 * (3 * size + 2 * value_size)
+
+
+def operations(case: dict) -> int:
+    """Operations of attention in a call: of the products over the scores that count."""
+    size = case["shape"][3]
+    of_score = products(size, case.get("value_size", size), case["direction"] != "forward")
+    return of_score * case["shape"][2] * case["scores"]
 
 
 def rate(case: dict, name: str) -> float | None:

@@ -19,8 +19,9 @@ import timing
 from jax.stages import Compiled, Lowered
 from records import Record
 
-# The packages of what is compared. The last two, cuDNN, come with JAX for CUDA 12 or 13.
+# The packages of what is compared. cuDNN comes with JAX for CUDA 12 or 13.
 COMPARED = ("jax", "jaxlib", "jaxsoft", "jax-triton", "optax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+COMPARED += ("dew-flash-attn-cu13", "flash-attn-4", "torch")  # FlashAttention-3 and -4
 
 
 def git_commit() -> str | None:

@@ -169,6 +169,22 @@ def test_what_is_derived():
     assert records.rate(attention, "ffi") == 4 * 16 * 128 * 1000 / 1e-3
     attention["direction"] = "with gradients"
     assert records.rate(attention, "ffi") == 14 * 16 * 128 * 1000 / 1e-3
+    # Four of the seven products are as long as a query, and three as a value.
+    attention["value_size"] = 64
+    assert records.rate(attention, "ffi") == 2 * (4 * 128 + 3 * 64) * 16 * 1000 / 1e-3
+    attention["direction"] = "forward"
+    assert records.rate(attention, "ffi") == 2 * (128 + 64) * 16 * 1000 / 1e-3
+
+
+def test_fastest_peer():
+    """Attention's speed-ups are over the fastest peer of the case, others over the first in the order of PEERS."""
+    one = {"seconds": {"cudnn": 2e-3, "FlashAttention-3": 1.5e-3, "FlashAttention-4": 1.8e-3, "jaxsoft": 1e-3}}
+    assert records.peer(one) == "FlashAttention-3" and records.faster(one, "jaxsoft") == pytest.approx(1.5)
+    column = columns.over_fastest()
+    assert column.text(column.value(one)) == "1.50 (FlashAttention-3)"
+    assert records.peer({"seconds": {"optax": 2e-3, "composed": 1e-3, "xla": 1e-4}}) == "optax"
+    alone = {"seconds": {"jaxsoft": 1e-3}}
+    assert records.peer(alone) is None and column.text(column.value(alone)) == columns.NOTHING
 
 
 def test_tables():

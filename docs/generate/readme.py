@@ -14,6 +14,7 @@ import public
 
 sys.path.insert(0, str(public.ROOT / "benchmarks"))
 
+import attention_report
 import columns
 import records
 
@@ -51,6 +52,12 @@ class Row:
     counts: Callable[[dict], bool] = lambda case: True
     ours: str = "jaxsoft"
     gradients: bool | None = None
+
+    def instead_of(self) -> str:
+        """What it replaces, and what of another library it is compared with besides."""
+        others = records.FLASH_ATTENTION[:2] if records.FLASH_ATTENTION[0] in self.peers else ()
+        found = columns.among(others, records.load(self.name).cases) if others else ()
+        return "; ".join([self.replaces, *found])
 
     def gains(self, gradients: bool) -> list[float]:
         """How many times as fast as the peers it is, in all cases with gradients or without."""
@@ -132,7 +139,7 @@ ROWS = (
         "that of `jax.nn`, by cuDNN or XLA",
         _ATTENTION,
         "h200_attention",
-        ("cudnn", "xla"),
+        records.OF_ATTENTION,
     ),
     Row(
         "the same for few queries, as in decoding",
@@ -188,6 +195,7 @@ def circumstances() -> str:
         "*Forward* and *gradients* say how many times as fast as what it replaces an operation is: the median of the "
         f"recorded cases (worst{NOTHING}best), on an {' and '.join(places)}, and {', '.join(several)} on two. "
         "Gradients are the backward pass alone in the first line, and both passes in the others. "
+        f"{attention_report.standing('h200_attention')} "
         f"`linear_softmax_cross_entropy` is there for its memory, {memory()} % of that of stored logits. "
         "[Performance](docs/performance.md) has every case, slower ones too."
     )
@@ -198,7 +206,7 @@ def table() -> str:
     # And whether they are aligned to the left.
     heads = dict.fromkeys(("operation", "in place of", "GPUs and dtypes with kernels"), True)
     heads |= dict.fromkeys(("forward", "gradients"), False)
-    rows = [[r.operation, r.replaces, r.kernels, *(gain(r.gains(v)) for v in (False, True))] for r in ROWS]
+    rows = [[r.operation, r.instead_of(), r.kernels, *(gain(r.gains(v)) for v in (False, True))] for r in ROWS]
     words = textwrap.fill(circumstances(), 120, break_long_words=False, break_on_hyphens=False)
     return f"\n{columns.markdown(heads.items(), rows)}\n\n{words}\n\n"
 
