@@ -36,6 +36,7 @@ ARRAYS = {
     "cotangent": ((B, T, N, H), BF16),
     "output": ((B, T, N, H), BF16),
     "lse_residual": ((B, N, T), F32),
+    "max_logits": ((B, N), F32),
     "output_residual": ((B, T, N, H), BF16),
     "workspace": ((1,), jnp.uint8),
 }

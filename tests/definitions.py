@@ -166,8 +166,11 @@ def attention(
     key_value_segment_ids=None,
     query_offset=0,
     state=None,
+    return_max_logits=False,
 ):
-    """The output (B, T, N, D) and the log-sum-exp (B, T, N) of attention; 0 and -inf where no score counts."""
+    """The output (B, T, N, D) and the log-sum-exp (B, T, N) of attention; 0 and -inf where no score counts. And the
+    largest score of each head (B, N), if it is asked for, as a constant.
+    """
     (b, t, n, h), s = query.shape, key.shape[1]
     key, value = (jnp.repeat(x, n // key.shape[2], axis=2) for x in (key, value))
     z = jnp.einsum("btnh,bsnh->bnts", query, key) * (h**-0.5 if scale is None else scale)
@@ -189,6 +192,7 @@ def attention(
         counts = counts & (keys < key_value_seq_lengths[:, None, None, None])
     if query_segment_ids is not None:
         counts = counts & (query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :])
+    largest = jax.lax.stop_gradient(jnp.max(jnp.where(counts, z, -jnp.inf), (2, 3), initial=-jnp.inf))
     counts = counts & (z > -jnp.inf)
     values = jnp.broadcast_to(jnp.moveaxis(value, 1, 2)[:, :, None], (b, n, t, s, value.shape[-1]))
     if sinks is not None:  # a key more, whose value is 0
@@ -204,7 +208,8 @@ def attention(
         values = jnp.concatenate([values, mean[:, :, :, None]], 3)
     lse = _lse(z, -1, counts)
     p = jnp.where(counts, jnp.exp(jnp.where(counts, z, 0) - jnp.where(jnp.isfinite(lse), lse, 0)), 0)
-    return jnp.einsum("bnts,bntsd->btnd", p, values), jnp.moveaxis(lse[..., 0], 1, 2)
+    found = jnp.einsum("bnts,bntsd->btnd", p, values), jnp.moveaxis(lse[..., 0], 1, 2)
+    return (*found, largest) if return_max_logits else found
 
 
 def paged_attention(

@@ -127,7 +127,7 @@ def test_what_is_not_asked_for_is_no_result(name):
 def test_a_result_that_is_infinite():
     """It is found."""
     x = np.ones((2, 3, 4, 8), np.float32)
-    asked = ({"return_residual": True}, {"return_state": True})
+    asked = ({"return_residual": True}, {"return_state": True}, {"return_max_logits": True})
     with jax.debug_infs(True):
         for options in asked:
             with pytest.raises(FloatingPointError):

@@ -282,8 +282,9 @@ def attention(draw, dtypes, implementation):
         h=draw(st.sampled_from([1, 4, 8, 64])),
         d=draw(st.sampled_from([1, 5, 8, 64])),
     )
+    more = {"return_max_logits": True} if draw(st.booleans()) else {}
     return attention_calls.case(
-        options, sizes, draw(st.sampled_from(dtypes)), implementation, draw(st.integers(0, 2**16))
+        options, sizes, draw(st.sampled_from(dtypes)), implementation, draw(st.integers(0, 2**16)), more=more
     )
 
 

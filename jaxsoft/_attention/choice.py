@@ -139,7 +139,7 @@ def _function(operation: AttentionSpec, name: str, names: Names, platform: str, 
     if isinstance(operation, AttentionForward) and operation.form.rounded and not operation.form.has_state:
         gradients_by = name
         if not isinstance(names, str):
-            gradients_by, _ = _first(AttentionPullback(operation.form, ()), names, platform, operands)
+            gradients_by, _ = _first(AttentionPullback(operation.form.of_gradients, ()), names, platform, operands)
         if "cudnn" in (name, gradients_by):
             return _without_output_residual(name, operation, platform, operands)
     return KERNELS[name].find(operation, platform, operands)

@@ -41,6 +41,8 @@ def unsupported(operation: AttentionSpec, operands: Sequence[jax.core.ShapedArra
         return "it is used for calls without a window"
     if form.right is not None and query.shape[1] != key.shape[1]:
         return f"under a causal rule it is used for as many queries as keys; got {query.shape[1]} and {key.shape[1]}"
+    if form.returns_max_logits:
+        return "it does not give the largest scores"
     if form.returns_lse:
         return "its gradients do not take the log-sum-exp's cotangent"
     differentiated = isinstance(operation, AttentionPullback) or (

@@ -30,7 +30,8 @@ _KEPT = "jaxsoft_attention"  # what results are called that gradients keep, for 
 
 @functools.cache
 def attention(form: AttentionForm, implementation: Names, residual: bool = False) -> Function:
-    """(query, key, value, *extras) -> the output, the log-sum-exp and its residual, as a differentiable function.
+    """(query, key, value, *extras) -> the output, the log-sum-exp and its residual, and the largest scores if they are
+    asked for, as a differentiable function.
 
     Derivatives use the log-sum-exp and the output's residual, so they keep the results with these, which are constants.
     """
@@ -47,9 +48,13 @@ def attention(form: AttentionForm, implementation: Names, residual: bool = False
         # All of them have the name: were one not saved, the whole operation would be computed again.
         results = tuple(checkpoint_name(x, _KEPT) for x in attention(form, implementation, residual=True)(*primals))
         perturbed = {name: t for name, t in zip(form.names, tangents, strict=True) if is_perturbed(t)}
-        tangents_out = _Derivative(form, implementation, tuple(perturbed))(*primals, *results, *perturbed.values())
+        names = AttentionForward(form).results
+        known = [x for name, x in zip(names, results, strict=True) if name != "max_logits"]
+        derivative = _Derivative(form.of_gradients, implementation, tuple(perturbed))
+        tangents_out = derivative(*primals, *known, *perturbed.values())
         results = results[: len(forward.results)]
-        return results, (*tangents_out, *map(jnp.zeros_like, results[len(_DIFFERENTIATED) :]))
+        # They are known to be zero, as what combines the largest scores of devices, `jax.lax.pmax`, has no derivative.
+        return results, (*tangents_out, *map(zero_tangent, results[len(_DIFFERENTIATED) :]))
 
     return function
 

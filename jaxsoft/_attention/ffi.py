@@ -62,9 +62,11 @@ FORWARD = Target(
     "attention_forward",
     "its kernel for attention of many queries",
     ("query_segments", "key_segments", "query_begins", *_SCALARS, *(extra.value for extra in STATE)),
-    more=("output_residual",),
+    more=("max_logits", "output_residual"),
 )
-FORWARD_OF_BLOCK = dataclasses.replace(FORWARD, name="attention_forward_of_block", operands=("query", "block"))
+FORWARD_OF_BLOCK = dataclasses.replace(
+    FORWARD, name="attention_forward_of_block", operands=("query", "block"), more=("output_residual",)
+)
 DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
 PAGED = Target(
     "paged_attention",
@@ -114,7 +116,11 @@ def unsupported(operation: AttentionSpec, operands: Operands) -> str | None:
     target = _target(operation, operands)
     lacking = [extra.value for extra in form.extras if extra.value not in (*target.operands, *target.extras)]
     if lacking:
-        which = target.what if target not in _FORWARD else f"{target.what}, more than {_MOST} of a key head,"
+        which = target.what
+        if form.returns_max_logits:
+            which += ", which alone gives the largest scores,"
+        elif target in _FORWARD:
+            which += f", more than {_MOST} of a key head,"
         return f"{which} takes no {' and no '.join(lacking)}"
     if isinstance(operation, AttentionPullback) and "bias" in operation.wrt:
         return f"{target.what} gives none of a bias"
@@ -204,7 +210,7 @@ def _target(operation: AttentionSpec, operands: Operands) -> Target:
         return FORWARD_OF_BLOCK
     if form.paged:
         return PAGED
-    if Extra.QUERY_BEGINS in form.extras:
+    if Extra.QUERY_BEGINS in form.extras or form.returns_max_logits:
         return FORWARD
     others = any(extra.value not in FORWARD.extras for extra in form.extras)
     return DECODE if _are_few(operands) or (others and _rows(operands) <= _MOST) else FORWARD
@@ -250,7 +256,11 @@ def find(operation: AttentionSpec, operands: Operands) -> Function:
     form, target = operation.form, _target(operation, operands)
     added_to = tuple(f"{name}_sum" for name in operation.sums) if isinstance(operation, AttentionPullback) else ()
     extras = (*(extra.value for extra in form.extras if extra.value in target.extras), *added_to)
-    asked = [(Extra.BIAS in form.extras, "lse_residual"), (form.rounded, "output_residual")]
+    asked = [
+        (Extra.BIAS in form.extras, "lse_residual"),
+        (form.returns_max_logits, "max_logits"),
+        (form.rounded, "output_residual"),
+    ]
     more = [name for wanted, name in asked if wanted and name in target.more]
     size = library.number("attention_workspace", *_sizes(target, form, operands))
     workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
@@ -288,6 +298,7 @@ def find(operation: AttentionSpec, operands: Operands) -> Function:
             "output": jax.ShapeDtypeStruct(shape, form.dtype),
             "lse": numbers,
             "lse_residual": numbers,
+            "max_logits": jax.ShapeDtypeStruct(numbers.shape[:2], jnp.float32),
             "output_residual": jax.ShapeDtypeStruct(shape, query.dtype),
         }
         replaced = {"lse": Extra.STATE_LSE.value} if form.has_state else {}
@@ -295,7 +306,8 @@ def find(operation: AttentionSpec, operands: Operands) -> Function:
             replaced["output"] = Extra.STATE_OUTPUT.value
         found = call(given, types, replaced)
         residual = found["lse_residual"] if "lse_residual" in found else jnp.zeros_like(found["lse"])
-        return found["output"], found["lse"], residual, *([found["output_residual"]] if form.rounded else [])
+        others = (found[name] for name in ("max_logits", "output_residual") if name in found)
+        return found["output"], found["lse"], residual, *others
 
     def pullback(*operands: jax.Array) -> tuple[jax.Array, ...]:
         assert isinstance(operation, AttentionPullback)

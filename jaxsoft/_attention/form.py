@@ -18,6 +18,10 @@ cap. It is valid where all of these hold, in which the query's position is p = o
 
 A query without a valid key has the output 0 and the log-sum-exp -inf. A sink is one more score, whose value is 0.
 
+The largest valid score of each head (B, N), in the accumulator's dtype and without a gradient, is one more result where
+the form asks for it; -inf where there is none. Sinks are not among these scores. But it is NaN where a log-sum-exp of
+the head is, be it by a score or by the sink, and inf beside a sink of inf: both make the output NaN.
+
 A state is what attention over other keys gave, its output and log-sum-exp, and the results are then over these keys as
 well: so keys may come block by block. Where its log-sum-exp is -inf, there were none, whatever its output is. A state
 has no gradient: what folds blocks is differentiated as a whole.
@@ -91,6 +95,7 @@ DIMENSIONS = {
     "output": "btnd",
     "lse": "bnt",
     "lse_residual": "bnt",
+    "max_logits": "bn",
     "output_residual": "btnd",
     "block": "ebskx",
     "delta": "bnt",
@@ -135,6 +140,7 @@ class AttentionForm:
       cap: the scores stay between -cap and cap, by a tanh; None for no such limit.
       extras: which operands follow query, key and value.
       returns_lse: whether the caller gets the log-sum-exp. Else its cotangent is 0.
+      returns_max_logits: whether the largest score of each head is a result.
       deterministic: whether the gradients must have the same bits on every run.
       precision: of the products of f32 and f64 operands, as `jax.default_matmul_precision` has it; None for XLA's own.
       rounded: whether the output's dtype has fewer digits than the accumulator's, and for gradients it has a residual.
@@ -150,6 +156,7 @@ class AttentionForm:
     cap: float | None = None
     extras: tuple[Extra, ...] = ()
     returns_lse: bool = True
+    returns_max_logits: bool = False
     deterministic: bool = True
     precision: str | None = None
     rounded: bool = False
@@ -160,6 +167,11 @@ class AttentionForm:
     def without_block(self) -> "AttentionForm":
         """The form without the block of keys and values that is kept."""
         return dataclasses.replace(self, shards=self.shards and dataclasses.replace(self.shards, keeps_block=False))
+
+    @property
+    def of_gradients(self) -> "AttentionForm":
+        """The form without what has no gradient."""
+        return dataclasses.replace(self, returns_max_logits=False)
 
     @property
     def whole(self) -> "AttentionForm":

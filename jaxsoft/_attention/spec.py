@@ -18,7 +18,7 @@ from jaxsoft.fold import accumulator
 
 # The operands that have the pages of all sequences.
 PAGES = ("key_pages", "value_pages")
-# What the forward operation returns, apart from the residual of an output that is rounded.
+# What the forward operation always returns.
 RESULTS = ("output", "lse", "lse_residual")
 # Operands that always have the whole batch. The others may have length 1 there.
 WHOLE = (
@@ -146,9 +146,12 @@ class AttentionForward(AttentionSpec):
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The output (B, T, N, D), the log-sum-exp (B, N, T) and its residual, and the output's, if it has one."""
+        """The output (B, T, N, D), the log-sum-exp (B, N, T) and its residual, and then, if there are any, the largest
+        scores (B, N) and the output's residual.
+        """
+        largest = ("max_logits",) if self.form.returns_max_logits else ()
         rounded = ("output_residual",) if self.form.rounded else ()
-        return *RESULTS, *rounded, *_block(self.form)
+        return *RESULTS, *largest, *rounded, *_block(self.form)
 
     def _plain(self, platform: str | None) -> Function:
         """As the operation, in plain JAX."""
@@ -179,7 +182,9 @@ class AttentionForward(AttentionSpec):
             rows = rows + sum(jnp.sum(v.astype(rows.dtype)) for v in operands)  # varies wherever an operand does
             output = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
             rows = jnp.moveaxis(rows, 1, 2)
-            more = [output.astype(query.dtype)] if self.form.rounded else []
+            more = [jnp.sum(rows, axis=-1)] if self.form.returns_max_logits else []
+            if self.form.rounded:
+                more.append(output.astype(query.dtype))
             if _block(self.form):
                 more.append(packed.pack_type(*operands[1:BASE]))
             return output.astype(self.form.dtype), rows, rows, *more

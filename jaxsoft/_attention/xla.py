@@ -5,6 +5,7 @@ It serves every call on every platform, and can be differentiated to every order
 exp(z - lse), and dz, dq, dk, dv gradients by what follows the d.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -42,14 +43,24 @@ def forward(form: AttentionForm, platform: str | None = None) -> Function:
         found = [
             of_part(Call(part.form, part.operands(operands), platform)) for part in parts(form, operands, platform)
         ]
-        pairs = zip(zip(*found, strict=True), AXES_OF_RESULTS, strict=False)
-        return tuple(joined(v, axis) for v, axis in pairs)
+        return _of_parts(form, found)
 
     return function
 
 
+def _of_parts(form: AttentionForm, found: Sequence[tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
+    """The results of a call, given those of its parts."""
+    *axes, of_residual = AXES_OF_RESULTS
+    combine = [functools.partial(joined, axis=axis) for axis in axes]
+    if form.returns_max_logits:
+        combine.append(functools.partial(functools.reduce, jnp.maximum))
+    combine.append(functools.partial(joined, axis=of_residual))
+    return tuple(of_result(v) for of_result, v in zip(combine, zip(*found, strict=True), strict=False))
+
+
 def results(call: Call, st: AttentionState) -> tuple[jax.Array, ...]:
     """The results of a call, given the state of all keys (B, N, T). Sinks and what came before are combined with it."""
+    largest = st.m
     if Extra.VALUE_SCALE in call.extras:
         st = st._replace(o=st.o * call.of_heads(call.extras[Extra.VALUE_SCALE]))
     if Extra.SINKS in call.extras:
@@ -58,7 +69,19 @@ def results(call: Call, st: AttentionState) -> tuple[jax.Array, ...]:
         st = fold.combine(st, AttentionState(m, s, jnp.zeros_like(st.o)))
     if call.form.has_state:
         st = fold.combine(before(call.extras[Extra.STATE_OUTPUT], call.extras[Extra.STATE_LSE]), st)
-    return of_state(call.form, call.query.dtype, st)
+    output, lse, lse_residual, *more = of_state(call.form, call.query.dtype, st)
+    if call.form.returns_max_logits:
+        more = [_max_logits(call, largest, lse), *more]
+    return output, lse, lse_residual, *more
+
+
+def _max_logits(call: Call, largest: jax.Array, lse: jax.Array) -> jax.Array:
+    """The largest score of each head (B, N), given that of each query (B, N, T) without sinks, and the log-sum-exp."""
+    found = jnp.max(largest, axis=-1, initial=-jnp.inf)
+    if Extra.SINKS in call.extras:
+        found = jnp.where(jnp.isposinf(call.extras[Extra.SINKS]), jnp.inf, found)
+    # Of numbers one of which is NaN, a CPU's maximum may be another.
+    return jax.lax.stop_gradient(jnp.where(jnp.any(jnp.isnan(lse), axis=-1), jnp.nan, found))
 
 
 def before(output: jax.Array, lse: jax.Array) -> AttentionState:

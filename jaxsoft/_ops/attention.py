@@ -37,27 +37,56 @@ class _DotOptions(AttentionOptions, total=False):
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: Literal[False] = False, return_state: Literal[False] = False, **options: Unpack[_DotOptions],
+    return_residual: Literal[False] = False, return_state: Literal[False] = False,
+    return_max_logits: Literal[False] = False, **options: Unpack[_DotOptions],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: Literal[True], return_state: Literal[False] = False, **options: Unpack[_DotOptions],
+    return_residual: Literal[True], return_state: Literal[False] = False,
+    return_max_logits: Literal[False] = False, **options: Unpack[_DotOptions],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: Literal[False] = False, return_state: Literal[True], **options: Unpack[_DotOptions],
+    return_residual: Literal[False] = False, return_state: Literal[True],
+    return_max_logits: Literal[False] = False, **options: Unpack[_DotOptions],
 ) -> tuple[jax.Array, AttentionState]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: Literal[True], return_state: Literal[True], **options: Unpack[_DotOptions],
+    return_residual: Literal[True], return_state: Literal[True],
+    return_max_logits: Literal[False] = False, **options: Unpack[_DotOptions],
 ) -> tuple[jax.Array, jax.Array, AttentionState]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: bool = False, return_state: bool = False, **options: Unpack[_DotOptions],
+    return_residual: Literal[False] = False, return_state: Literal[False] = False,
+    return_max_logits: Literal[True], **options: Unpack[_DotOptions],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: Literal[True], return_state: Literal[False] = False,
+    return_max_logits: Literal[True], **options: Unpack[_DotOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: Literal[False] = False, return_state: Literal[True],
+    return_max_logits: Literal[True], **options: Unpack[_DotOptions],
+) -> tuple[jax.Array, AttentionState, jax.Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: Literal[True], return_state: Literal[True],
+    return_max_logits: Literal[True], **options: Unpack[_DotOptions],
+) -> tuple[jax.Array, jax.Array, AttentionState, jax.Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: bool = False, return_state: bool = False, return_max_logits: bool = False,
+    **options: Unpack[_DotOptions],
 ) -> jax.Array | tuple[Any, ...]: ...  # fmt: skip
 def dot_product_attention(
     query: Array,
@@ -80,6 +109,7 @@ def dot_product_attention(
     query_offset: Lengths = 0,
     state: AttentionState | None = None,
     return_state: bool = False,
+    return_max_logits: bool = False,
     deterministic: bool | None = None,
     dropout_rate: float = 0.0,
     dtype: Dtype | None = None,
@@ -121,6 +151,8 @@ def dot_product_attention(
       state: what came before: the state of other keys for the same queries, as `return_state` gives it. The result is
         attention over both.
       return_state: also return the state of all keys so far, to go on from.
+      return_max_logits: also return the largest score of each head: of those that count among all queries and keys of
+        the call, with scale, cap and bias, and without sinks and `state`. QK-Clip is a rule on it.
       deterministic: whether gradients must have the same bits on every run; None for True. False allows kernels that
         are faster, and less exact in 16 bits where one key has nearly all the weight of a query.
       dropout_rate: 0, as there is no dropout: the weights are not in memory. Flax's layers pass it, so that theirs is
@@ -129,26 +161,28 @@ def dot_product_attention(
       dtype: of the output; None for that of query.
 
     Returns:
-      The output, of shape (B, T, N, D), or (T, N, D) for inputs of 3 dimensions. With `return_residual` or
-      `return_state`, a tuple of the output, the log-sum-exp (B, T, N) in f32 (f64), natural logarithm, and the
-      `jaxsoft.fold.AttentionState`, as far as they are asked for. A query without a valid key gets 0 and a
-      log-sum-exp of -inf, and all its gradients are 0; jax.nn gives it the mean of the values, unless it is past
-      query_seq_lengths.
+      The output, of shape (B, T, N, D), or (T, N, D) for inputs of 3 dimensions. With `return_residual`,
+      `return_state` or `return_max_logits`, a tuple of the output, the log-sum-exp (B, T, N) in f32 (f64), natural
+      logarithm, the `jaxsoft.fold.AttentionState`, and the largest scores (B, N), in f32 (f64), as far as they are
+      asked for. A query without a valid key gets 0 and a log-sum-exp of -inf, and all its gradients are 0; jax.nn gives
+      it the mean of the values, unless it is past query_seq_lengths. The largest score is -inf for a head without a
+      valid key, and NaN where a valid score is NaN; a sink of inf or NaN, which makes the output NaN, takes its place.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
     Derivatives by query, key, value, bias, sinks, a traced scale and the state, of the output, the log-sum-exp and the
-    state, of every order, in forward and reverse mode, for every implementation. Reverse mode keeps the inputs, the
-    output, with what its rounding to 16 bits took from it, and the log-sum-exp; all but the inputs have the name
-    "jaxsoft_attention" for policies of `jax.checkpoint`, such as `save_only_these_names`. Over a mesh, batch and heads
-    may be sharded and stay where they are; other dimensions are gathered. The output is linear in value, and
-    `jax.linear_transpose` has its transpose, unless it takes or returns a state.
+    state, of every order, in forward and reverse mode, for every implementation. The largest scores are constants to
+    them. Reverse mode keeps the inputs, the output, with what its rounding to 16 bits took from it, and the
+    log-sum-exp; all but the inputs have the name "jaxsoft_attention" for policies of `jax.checkpoint`, such as
+    `save_only_these_names`. Over a mesh, batch and heads may be sharded and stay where they are; other dimensions are
+    gathered. The output is linear in value, and `jax.linear_transpose` has its transpose, unless it takes or returns a
+    state.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao et al.,
     "FlashAttention" (arXiv:2205.14135); Shah et al., "FlashAttention-3" (arXiv:2407.08608), for the order of work on
     Hopper; Ainslie et al., "GQA" (arXiv:2305.13245), for grouped queries; Xiao et al., "Efficient streaming language
-    models with attention sinks" (arXiv:2309.17453).
+    models with attention sinks" (arXiv:2309.17453); Kimi Team, "Kimi K2" (arXiv:2507.20534), for QK-Clip.
 
     >>> query = key = jnp.eye(3)[:, None]
     >>> value = jnp.array([1.0, 2.0, 4.0])[:, None, None]
@@ -161,14 +195,20 @@ def dot_product_attention(
     >>> y = dot_product_attention(query, key[2:], value[2:], state=state)
     >>> bool(jnp.allclose(y, dot_product_attention(query, key, value), atol=1e-5))
     True
+
+    The largest score of each head:
+
+    >>> y, largest = dot_product_attention(query, key, value, scale=100.0, return_max_logits=True)
+    >>> largest
+    Array([100.], dtype=float32)
     """
     arguments = AttentionArguments(
         scale=scale, is_causal=is_causal, local_window_size=local_window_size, implementation=implementation,
         return_residual=return_residual, logits_soft_cap=logits_soft_cap, sinks=sinks, dtype=dtype, bias=bias,
         mask=mask, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-        query_offset=query_offset, state=state, return_state=return_state, deterministic=deterministic,
-        dropout_rate=dropout_rate,
+        query_offset=query_offset, state=state, return_state=return_state, return_max_logits=return_max_logits,
+        deterministic=deterministic, dropout_rate=dropout_rate,
     )  # fmt: skip
     given = Arrays.of(query, key, value)
     return attend(attention, given, arguments.operands(given), arguments)

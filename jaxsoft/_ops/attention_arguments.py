@@ -121,6 +121,7 @@ class AttentionArguments:
     query_offset: Lengths = 0
     state: AttentionState | None = None
     return_state: bool = False
+    return_max_logits: bool = False
     deterministic: bool | None = None
     dropout_rate: float = 0.0
     shards: SequenceShards | None = None
@@ -199,6 +200,7 @@ def attend(
     check_flag("is_causal", arguments.is_causal)
     return_residual = check_flag("return_residual", arguments.return_residual)
     return_state = check_flag("return_state", arguments.return_state)
+    return_max_logits = check_flag("return_max_logits", arguments.return_max_logits)
     deterministic = check_flag("deterministic", deterministic)
     left, right = arguments.limits()
     query, scale = _scaled(given.query, arguments.scale)
@@ -215,6 +217,7 @@ def attend(
         cap=_cap(arguments.logits_soft_cap, wide),
         extras=tuple(extras),
         returns_lse=return_residual or merges,
+        returns_max_logits=return_max_logits,
         deterministic=deterministic,
         precision=jax.config.jax_default_matmul_precision,
         rounded=not merges and jnp.finfo(result).nmant < jnp.finfo(wide).nmant,
@@ -230,22 +233,22 @@ def attend(
 
 @functools.partial(jax.jit, static_argnames=("attention", "form", "implementation", "dtype", "asked"))
 def _attend(attention, form, implementation, dtype, asked, operands, before):
-    """The output, and then the log-sum-exp and the state, where they are asked for. What is not is no result: where no
-    key is valid it is infinite, at which `jax_debug_infs` would stop.
+    """The output, and then the log-sum-exp, the state and the largest scores, where they are asked for. What is not is
+    no result: where no key is valid it is infinite, at which `jax_debug_infs` would stop.
     """
     if form.shards is not None and not form.shards.inside:
         operands = [*(with_axis(x, 1, form.shards.axis) for x in operands[:BASE]), *operands[BASE:]]
     operands = varying_alike(*operands)
-    output, lse, lse_residual = attention(form, implementation)(*operands)
+    output, lse, lse_residual, *largest = attention(form, implementation)(*operands)
     lse = jnp.moveaxis(lse, 1, 2)
     return_residual, return_state = asked
     if before is None and not return_state:
-        return (output, lse) if return_residual else (output,)
+        return output, *([lse] if return_residual else []), *largest
     st = xla.with_residual(fold.of_output(output, lse), jnp.moveaxis(lse_residual, 1, 2))
     if before is not None:
         st = fold.combine(before, st)
     more = [(return_residual, lambda: fold.lse(st)), (return_state, lambda: st)]
-    return fold.output(st, dtype), *(found() for wanted, found in more if wanted)
+    return fold.output(st, dtype), *(found() for wanted, found in more if wanted), *largest
 
 
 def check_heads(query: jax.Array, name: str, key: jax.Array) -> None:

@@ -36,6 +36,8 @@ def unsupported(form: AttentionForm, operands: Sequence[jax.core.ShapedArray]) -
         return f"its kernels take queries, keys and values in float16 or in bfloat16, not {' and '.join(names)}"
     if form.dtype not in (query.dtype, jnp.float32):
         return f"its kernels return {query.dtype.name} or float32 for these operands, not {form.dtype.name}"
+    if form.returns_max_logits:
+        return "its kernels do not give the largest scores"
     if not all(isinstance(length, int) for operand in operands for length in operand.shape):
         return "its kernels are compiled for shapes that are known"
     heads = query.shape[3], value.shape[3]

@@ -485,6 +485,23 @@ def test_explained(cuda_kernels):
     assert decode.choices[0].kernel.startswith("decode_few_rows: ")
 
 
+def test_largest_scores(cuda_kernels):
+    """By the CUDA kernel for many queries, of few queries too, and else by XLA. Their gradients are as without them."""
+    attend = functools.partial(jaxsoft.dot_product_attention, return_max_logits=True)
+    x, one = (jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16) for length in (256, 1))
+    total = gradients(lambda *v: attend(*v)[0])
+    forward, backward = jaxsoft.explain(total, x, x, x).choices
+    assert (forward.implementation, backward.implementation) == ("ffi", "pallas")
+    assert forward.kernel.startswith("attention_forward: ")
+    assert forward.reasons == {"pallas": "its kernels do not give the largest scores"}
+    (of_few,) = jaxsoft.explain(attend, one, x, x).choices
+    assert of_few.implementation == "ffi" and of_few.kernel.startswith("attention_forward: ")
+    (by_xla,) = jaxsoft.explain(attend, x, x, x, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)).choices
+    assert by_xla.implementation == "xla"
+    assert "attention of many queries, which alone gives the largest scores, takes no bias" in by_xla.reasons["ffi"]
+    assert by_xla.reasons["cudnn"] == "it is used for calls without bias"
+
+
 def test_several_implementations(cuda_kernels):
     """One of those that are accepted serves the call, or an error says why none does."""
     attend = functools.partial(jaxsoft.dot_product_attention, implementation=("cudnn", "pallas"))

@@ -92,6 +92,34 @@ def test_many_blocks(size):
     check(("causal",), Sizes(b=3, t=900, s=900, n=16, k=4, h=size, d=size))
 
 
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("causal",),
+        ("window", "sinks"),
+        ("query lengths", "key lengths"),
+        ("offsets",),
+        ("segments",),
+        ("cap",),
+    ],
+    ids=str,
+)
+def test_largest_scores(options, size):
+    """Beside the other results, whose bits stay as they are; also where all scores are negative, and in heads without a
+    key, which those of the lengths have.
+    """
+    sizes = SIZES._replace(b=3, h=size, d=size)
+    call = case(options, sizes, jnp.bfloat16, "ffi", more={"return_max_logits": True})
+    without = case(options, sizes, jnp.bfloat16, "ffi")
+    query, key, *others = call.operands
+    for operands in (call.operands, [np.abs(query), -np.abs(key), *others]):
+        *found, largest = jax.jit(call.ours)(*operands)
+        assert same_bits(found, [*jax.jit(without.ours)(*operands)])
+        np.testing.assert_allclose(largest, in_float64(call.theirs, *operands)[2], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [("segments",), ("segments", "cap")], ids=str)
 def test_segments(options):
     """Forward alone."""

@@ -72,6 +72,7 @@ def test_the_library_has_the_targets():
         (DECODE, {"value": ((B, S, K, 32), BF16)}, "head sizes must be equal, .* got 64 and 32"),
         (DECODE, {"output*": ((B, T, N, H), F16)}, r"output must be BF16 or F32 of shape \(2,3,4,64\)"),
         (DECODE, {"output*": ((B, T, N, 32), BF16)}, r"output must be BF16 or F32 of shape \(2,3,4,64\)"),
+        (FORWARD, {"max_logits*": ((B, T), F32)}, r"max_logits must be F32 of shape \(2,4\): got F32\(2,3\)"),
         (DECODE, {"lse*": ((B, T, N), F32)}, r"lse must be F32 of shape \(2,4,3\): got F32\(2,3,4\)"),
         (DECODE, {"workspace*": ((16, 16), jnp.uint8)}, r"workspace must be U8 of shape \(W\): got U8\(16,16\)"),
         (DECODE, {"workspace*": ((16,), F32)}, r"workspace must be U8"),
@@ -174,7 +175,7 @@ def test_bad_extras(extra, shape, dtype, message):
             THREE,
             ("output", "lse"),
             {"results": "lse_residual"},
-            "results='lse_residual' must be some of 'output_residual'",
+            "results='lse_residual' must be some of 'max_logits,output_residual'",
         ),
         (
             DECODE,

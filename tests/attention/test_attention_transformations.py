@@ -116,6 +116,7 @@ LINEAR = {
     "mask": ({"mask": np.tri(8, k=-1, dtype=bool)}, {"key_value_seq_lengths": np.array([8, 3])}),
     "sinks": ({"sinks": np.ones(8, np.float32), "dtype": np.float16}, {}),
     "residual": ({"return_residual": True}, {}),
+    "largest scores": ({"return_max_logits": True}, {}),
     "reference": ({"implementation": "reference"}, {}),
     "without key for some": ({"key_value_seq_lengths": np.array([0, 5])}, {}),
 }

@@ -175,7 +175,10 @@ def test_signature():
     assert common == [name for name in ours if name in theirs and name not in own]
     assert {ours[name].default == theirs[name].default for name in common} == {True}
     missing = {*theirs} - {*ours}
-    assert missing == {"key", "value", "query_segment_ids", "key_value_segment_ids", "deterministic", "dropout_rate"}
+    assert missing == {
+        *("key", "value", "query_segment_ids", "key_value_segment_ids"),
+        *("return_max_logits", "deterministic", "dropout_rate"),
+    }
 
 
 def test_numbers_of_any_kind():

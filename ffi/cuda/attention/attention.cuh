@@ -58,6 +58,7 @@ struct AttentionResults {
   void* output_residual = nullptr;  // (B, T, N, D) in the dtype of queries: what rounding took from output; or null
   float* lse = nullptr;           // (B, N, T): the natural log-sum-exp of scores; -inf where none is valid
   float* lse_residual = nullptr;  // (B, N, T): what lse lost when it was rounded; null where there is no bias
+  float* max_logits = nullptr;    // (B, N): the largest score of each head; or null. Of few queries there is none
 };
 
 // What attention over other keys gave, with which the results are combined; or null. It may be where the results are to

@@ -12,11 +12,24 @@ template <class T, int size>
 cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
                         cudaStream_t stream);
 
+// Puts -inf where the largest scores are noted, before there are any.
+template <int = 0>
+__global__ void clear_maxima(float* maxima, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) maxima[i] = -__builtin_huge_valf();
+}
+
 // What it needs of the workspace is said in forward/tiles.h.
 cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefore& before,
                                   const AttentionResults& results, cudaStream_t stream) {
   if (auto e = need_warp_groups()) return e;
   if (call.workspace_bytes < ForwardSpace(0, 0).bytes()) return cudaErrorInvalidValue;
+  if (results.max_logits) {
+    constexpr int threads = 256;
+    const int count = call.batch * call.heads;
+    clear_maxima<><<<(count + threads - 1) / threads, threads, 0, stream>>>(results.max_logits, count);
+    if (auto e = cudaGetLastError()) return e;
+  }
   return with_forward_size(call.size, [&](auto size) {
     return call.type == AttentionType::f16 ? run_forward<__half, size>(call, before, results, stream)
                                            : run_forward<__nv_bfloat16, size>(call, before, results, stream);

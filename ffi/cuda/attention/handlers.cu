@@ -81,6 +81,7 @@ AttentionResults attention_results(const Call& given) {
   results.output_residual = given.result(Name::output_residual).data;
   results.lse = static_cast<float*>(given.result(Name::lse).data);
   results.lse_residual = static_cast<float*>(given.result(Name::lse_residual).data);
+  results.max_logits = static_cast<float*>(given.result(Name::max_logits).data);
   return results;
 }
 

@@ -17,7 +17,7 @@ enum class Name {
   query, key, value, block, key_pages, value_pages, page_table,
   bias, mask, query_segments, key_segments, query_begins, query_lengths, key_lengths, offset, sinks,
   key_scale, value_scale, state_output, state_lse, query_sum, key_sum, value_sum,
-  lse, delta, cotangent, output, lse_residual, output_residual, workspace,
+  lse, delta, cotangent, output, lse_residual, max_logits, output_residual, workspace,
 };
 inline constexpr int kNames = static_cast<int>(Name::workspace) + 1;
 
@@ -63,6 +63,7 @@ inline constexpr Record kRecords[kNames] = {
     {Name::cotangent, "cotangent", Type::query, "BTND"},
     {Name::output, "output", Type::wide_or_query, "BTND"},
     {Name::lse_residual, "lse_residual", Type::number, "BNT"},
+    {Name::max_logits, "max_logits", Type::number, "BN"},
     {Name::output_residual, "output_residual", Type::query, "BTND"},
     {Name::workspace, "workspace", Type::byte, "W"},
 };
@@ -105,7 +106,7 @@ inline constexpr Target kForward = {"attention_forward",
                                     kOfMany,
                                     {},
                                     {Name::output, Name::lse},
-                                    {Name::output_residual}};
+                                    {Name::max_logits, Name::output_residual}};
 // The same where keys and values are one array, in which E is 2, the keys first.
 inline constexpr Target kForwardOfBlock = {"attention_forward_of_block",
                                            {Name::query, Name::block},
@@ -141,7 +142,7 @@ inline constexpr Target kBackwardOfBlock = {"attention_backward_of_block",
 }  // namespace targets
 
 // The records as text, a line each, for a test that compares them with Python's. An example:
-// attention_forward(query,key,value)->(output,lse) extras=query_lengths,offset,sinks results=output_residual
+// attention_forward(query,key,value)->(output,lse) extras=query_lengths,offset,sinks results=max_logits,output_residual
 inline std::string targets_as_text() {
   auto listed = [](const List<Name>& names, std::string text) {
     for (Name name : names) text += (text.empty() ? "" : ",") + std::string(record(name).text);

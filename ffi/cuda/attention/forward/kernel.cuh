@@ -269,6 +269,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   // Ends an item, and writes its log-sum-exps: its output is complete later.
   auto end_rows = [&](const ForwardItem& item, unsigned turn, const Scores& scores) {
     ended = RowsResult(scores), ended_turn = turn;
+    note_maximum(args, item, item.query + of_block, ended, scores);
     if constexpr (!Plan::continues) write_lses(args, item, item.query + of_block, ended);
   };
   auto write = [&] {

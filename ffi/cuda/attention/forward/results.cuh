@@ -48,6 +48,35 @@ struct RowPlace {
   }
 };
 
+// Raises the largest score of a head, if it is wanted, to that of the queries of a warp, whose rows have ended. `query` is
+// the thread's first.
+//
+// The bits of positive numbers, as integers, are in the order of these, and so is what becomes of negative ones when all
+// but their sign is inverted. A NaN among the scores is in the log-sum-exp, and never in the maximum. It is to be above
+// all numbers: its bits are the largest integer.
+template <class Scores>
+__device__ void note_maximum(const ForwardArguments& args, const ForwardItem& item, int query, const RowsResult& rows,
+                             const Scores& scores) {
+  if (!args.results.max_logits) return;
+  const AttentionCall& call = args.call;
+  constexpr int nan = 0x7fffffff;
+  auto turn = [&](int x) { return x < 0 ? x ^ nan : x; };
+  const int lowest = turn(bits<int>(-infinity<float>()));
+  int top = lowest;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    if (query + 8 * r >= call.queries) continue;
+    const float largest = scores.largest(r) * (call.cap > 0 ? 1 : call.scale);
+    top = max(top, isnan(rows.lse[r]) ? nan : turn(bits<int>(largest)));
+  }
+  top = __reduce_max_sync(0xffffffffu, top);
+  if (threadIdx.x % 32 != 0 || top == lowest) return;
+  // What is there is -inf at first. Negative numbers are the largest unsigned integers, and the lower, the larger.
+  float* of_head = args.results.max_logits + int64_t(item.batch) * call.heads + item.head;
+  if (top >= 0) atomicMax(reinterpret_cast<int*>(of_head), top);
+  else atomicMin(reinterpret_cast<unsigned*>(of_head), static_cast<unsigned>(turn(top)));
+}
+
 // Beside an output that overflowed, or is not a number, there is none.
 template <class T>
 __device__ float lost_by_rounding(float value) {

@@ -44,21 +44,12 @@ struct ForwardScores {
   const ForwardArguments& args;
   const int query;  // the thread's first
   RowState rows[2];
+  float sink = -infinity<float>();  // one more score, whose value is 0: it joins when all others have been taken in
 
   __device__ ForwardScores(const ForwardArguments& args, const ForwardItem& item, int query)
       : args(args), query(query) {
     const AttentionCall& call = args.call;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if (call.sinks) {
-        // A sink is one more score, whose value is 0.
-        const float sink = call.sinks[item.batch * call.sink_steps[0] + item.head * call.sink_steps[1]];
-        rows[r].from = sink * (static_cast<float>(kLog2E) / args.unit);
-        rows[r].sum = threadIdx.x % 4 != 0 ? 0 : isfinite(sink) ? 1 : exp2_approximately(sink);
-        // This makes the result NaN. A test of the sum where the row ends made the kernel 1 to 4 % slower (H200).
-        if (sink == infinity<float>()) rows[r].largest = sink;
-      }
-    }
+    if (call.sinks) sink = call.sinks[item.batch * call.sink_steps[0] + item.head * call.sink_steps[1]];
   }
 
   // The row of number i of a tile, and its column relative to the thread's first one.
@@ -217,12 +208,24 @@ struct ForwardScores {
     float sum = state.sum;
     for (int mask = 1; mask < 4; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
     const float weight = reduce_maximum(state.largest, 4);
-    if (sum == 0) return {0, -infinity<float>()};
+    constexpr auto ln2 = static_cast<float>(1 / kLog2E);
+    const float nan_of_sink = sink < infinity<float>() ? 0 : NAN;  // of one that is not a number, or +inf
+    if (sum == 0) return {nan_of_sink, sink};
     // What the largest weight has lost by rounding is in the sum, but not in the output. It matters where that weight
     // is nearly all there is.
     const float lost = weight - widen(narrow<T>(weight));
-    constexpr auto ln2 = static_cast<float>(1 / kLog2E);
-    return {1 / (sum - lost), (reference_of(state) * args.unit + __log2f(sum)) * ln2};
+    const float reference = subtracted(state), of_sink = sink * static_cast<float>(kLog2E);
+    if (of_sink > reference) {
+      const float share = exp2_approximately(reference - of_sink);  // of a weight of 1, relative to the sink
+      const float all = fmaf(sum - lost, share, 1.f);
+      return {share / all + nan_of_sink, (of_sink + __log2f(fmaf(sum, share, 1.f))) * ln2};
+    }
+    const float other = exp2_approximately(of_sink - reference);
+    return {1 / (sum - lost + other), (reference + __log2f(sum + other)) * ln2};
+  }
+  // The largest score of the row that the thread has seen, in the unit of products, or capped.
+  __device__ float largest(int r) const {
+    return fmaf(__log2f(rows[r].largest), args.inverse_unit, rows[r].from);
   }
 
  private:
