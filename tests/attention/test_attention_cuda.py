@@ -120,16 +120,53 @@ def test_largest_scores(options, size):
         np.testing.assert_allclose(largest, in_float64(call.theirs, *operands)[2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [("segments",), ("segments", "cap")], ids=str)
-def test_segments(options):
-    """Forward alone."""
-    call = case(options, SIZES, jnp.bfloat16, "ffi")
-    output, lse = (wide(v) for v in call.ours(*call.operands))
-    expected = in_float64(call.theirs, *call.operands)
-    assert np.linalg.norm(output - expected[0]) <= ALLOWED[jnp.bfloat16] * np.linalg.norm(expected[0])
-    np.testing.assert_allclose(lse, expected[1], rtol=1e-5, atol=1e-4)
-    with pytest.raises(ValueError, match="its kernel for gradients of attention takes no query_segments"):
-        jax.grad(lambda *v: jnp.sum(call.ours(*v)[0].astype(jnp.float32)))(*call.operands)
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+@pytest.mark.parametrize("options", [("segments",), ("segments", "causal"), ("segments", "cap", "sinks")], ids=str)
+def test_segments(options, size):
+    check(options, SIZES._replace(h=size, d=size))
+
+
+# Numbers of segments of 700 positions: the kernels go over what may count for blocks of 64 to 192 of them.
+LAYOUTS = {
+    "documents": np.repeat([3, 4, 7, 9], [250, 6, 300, 144]),
+    "documents and padding": np.repeat([1, 2, 3, 0], [130, 300, 128, 142]),
+    "short documents": np.repeat(np.arange(100), 7),
+    "the other way round": np.repeat([9, 5, -2, -7], [100, 256, 200, 144]),
+    "in pieces": np.repeat([0, 1, 0, 1, 2, 0], [120, 140, 100, 60, 200, 80]),
+    "shuffled": np.random.default_rng(0).integers(0, 5, 700),
+    "equal remainders": np.repeat([5, 2053, 4101, -2043], [150, 200, 200, 150]),
+}
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_segments(layout, causal, size):
+    """Output and gradients, by bits of the same call and against the definition, where queries and keys have the same
+    segments, and where they have not: then some have none to attend to.
+    """
+    numbers = LAYOUTS[layout].astype(np.int32)
+    pair = np.stack([numbers, np.roll(numbers, 77)])
+    rng = np.random.default_rng(1)
+    query, cotangent = (rng.standard_normal((2, 700, 4, size)).astype(jnp.bfloat16) for _ in range(2))
+    key, value = (rng.standard_normal((2, 700, 2, size)).astype(jnp.bfloat16) for _ in range(2))
+
+    def results(implementation, keys, cotangent, *operands):
+        def attend(*v):
+            given = {"query_segment_ids": pair, "key_value_segment_ids": keys, "is_causal": causal}
+            return jaxsoft.dot_product_attention(*v, **given, implementation=implementation)
+
+        output, pullback = jax.vjp(attend, *operands)
+        return output, *pullback(cotangent.astype(output.dtype))
+
+    for keys in (pair, np.roll(pair[::-1], 40, axis=1)):
+        run = jax.jit(functools.partial(results, "ffi", keys))
+        actual = run(cotangent, query, key, value)
+        expected = in_float64(functools.partial(results, "reference", keys), cotangent, query, key, value)
+        for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=True):
+            error = np.linalg.norm(wide(a) - wide(e)) / np.linalg.norm(wide(e))
+            assert error <= ALLOWED[jnp.bfloat16], (name, error)
+        assert same_bits(run(cotangent, query, key, value), actual)
 
 
 @pytest.mark.parametrize(("b", "t", "size"), [(2, 700, 128), (40, 300, 64), (40, 300, 128), (40, 300, 256)])

@@ -72,7 +72,6 @@ def test_the_library_has_the_targets():
         (DECODE, {"value": ((B, S, K, 32), BF16)}, "head sizes must be equal, .* got 64 and 32"),
         (DECODE, {"output*": ((B, T, N, H), F16)}, r"output must be BF16 or F32 of shape \(2,3,4,64\)"),
         (DECODE, {"output*": ((B, T, N, 32), BF16)}, r"output must be BF16 or F32 of shape \(2,3,4,64\)"),
-        (FORWARD, {"max_logits*": ((B, T), F32)}, r"max_logits must be F32 of shape \(2,4\): got F32\(2,3\)"),
         (DECODE, {"lse*": ((B, T, N), F32)}, r"lse must be F32 of shape \(2,4,3\): got F32\(2,3,4\)"),
         (DECODE, {"workspace*": ((16, 16), jnp.uint8)}, r"workspace must be U8 of shape \(W\): got U8\(16,16\)"),
         (DECODE, {"workspace*": ((16,), F32)}, r"workspace must be U8"),
@@ -95,6 +94,13 @@ def test_the_library_has_the_targets():
 def test_bad_buffers(target, changed, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: {target}: {message}"):
         call(target, *BASE[target], changed)
+
+
+@here
+def test_bad_largest_scores():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"max_logits must be F32 of shape \(2,4\): got F32\(2,3\)"):
+        changed = {"max_logits*": ((B, T), F32)}
+        call(FORWARD, THREE, (*BASE[FORWARD][1], "max_logits"), changed, results="max_logits")
 
 
 @here

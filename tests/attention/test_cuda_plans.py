@@ -111,17 +111,27 @@ def test_workspaces_of_few_queries(name, processors):
 
 
 def test_workspaces_of_gradients():
-    """Sums in f32, two numbers a query, how far each block of keys is, and counters."""
+    """Sums in f32, two numbers a query, how far each block of keys is, counters, and what segments leave."""
     for call in random_sizes("attention_backward"):
         padded = columns(call.size)
         heads, queries = call.batch * call.heads, multiple(call.queries, 96 if padded == 64 else 64)
         ends = 8 * heads * parts(call.keys, 128) * (2 if padded == 256 else 1)
         counts = multiple(16 + 8 * call.batch * call.key_heads + ends, 256)
-        assert call.workspace(132) == call.workspace(78) == counts + heads * queries * (4 * padded + 8), call
+        expected = counts + heads * queries * (4 * padded + 8)
+        assert call.workspace(132) == call.workspace(78) == expected, call
+        tiles = queries // (96 if padded == 64 else 64)
+        expected += call.batch * (40 * parts(call.keys, 128) + tiles)
+        segmented = dataclasses.replace(call, extras="query_segments,key_segments")
+        assert segmented.workspace(132) == expected, call
 
 
-def test_the_workspace_of_many_queries_is_a_counter():
-    assert {call.workspace(132) for call in random_sizes("attention_forward")} == {8}
+def test_workspaces_of_many_queries():
+    """A counter, and what keys segments leave to each block of queries."""
+    for call in random_sizes("attention_forward"):
+        assert call.workspace(132) == 16
+        blocks = parts(call.queries, 192 if call.size <= 64 else 128)
+        segmented = dataclasses.replace(call, extras="query_segments,key_segments")
+        assert segmented.workspace(132) == 16 + 32 * call.batch * blocks, call
 
 
 def test_plans_in_words():

@@ -101,7 +101,8 @@ def test_exact_scores(implementation):
         key[1, 130, 2] = -key[1, 130, 2]
         scores = np.einsum("btnh,bsnh->bnts", wide(query), wide(key)) / 4
         _, largest = jax.jit(functools.partial(attend, scale=0.25, implementation=implementation))(query, key, key)
-        np.testing.assert_array_equal(largest, scores.max((2, 3)))
+        # The CUDA kernel has it as a power of 2 of the largest weight.
+        np.testing.assert_allclose(largest, scores.max((2, 3)), rtol=1e-6 if implementation == "ffi" else 0)
         assert (np.asarray(largest) < 0).sum() == 4
 
 

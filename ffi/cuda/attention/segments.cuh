@@ -10,12 +10,30 @@
 
 namespace jaxsoft::cuda {
 
-// Elements [begin, end) hold all whose segments a block has, and perhaps others. Of [inner_begin, inner_end) all have
-// the one segment of all of the block, and no others have it; it is empty where that cannot be said.
-struct SegmentRange {
-  int begin, end, inner_begin, inner_end;
-  __device__ bool has_inner() const { return inner_begin < inner_end; }
+// Elements [begin, end).
+struct ElementRange {
+  int begin, end;
+  __device__ bool empty() const { return begin >= end; }
+  __device__ bool has(int element) const { return begin <= element && element < end; }
 };
+
+// What counts for a block of elements.
+struct SegmentRange {
+  ElementRange all;  // holds all whose segments the block has, and perhaps others
+  // If the block has no more than two segments, one after the other, and what is in either segment is one piece: these
+  // pieces, of the block's elements before `split` and of those from there on. Else `known` is false.
+  bool known;
+  int split;
+  ElementRange first, second;
+  // Those that count for each element of the block, as far as that is known.
+  __device__ ElementRange inner() const {
+    if (!known) return {0, 0};
+    return {max(first.begin, second.begin), min(first.end, second.end)};
+  }
+  __device__ ElementRange of(int element) const { return element < split ? first : second; }
+};
+
+static_assert(sizeof(SegmentRange) == 32);  // as the workspaces are divided
 
 // Numbers of segments by the element of the batch and position: row b begins at data + b * step.
 struct Segments {
@@ -39,6 +57,28 @@ class SomeNumbers {
   uint32_t words_[bits / 32];
 };
 
+// Where the elements are that a block of threads has found.
+class Found {
+ public:
+  __device__ void clear() { first_ = INT32_MAX, last_ = -1, count_ = 0; }
+  // What a thread has found, which all threads call.
+  __device__ void add(int first, int last, int count) {
+    first = __reduce_min_sync(0xffffffffu, first), last = __reduce_max_sync(0xffffffffu, last);
+    count = __reduce_add_sync(0xffffffffu, count);
+    if (threadIdx.x % 32 == 0 && count > 0) atomicMin(&first_, first), atomicMax(&last_, last), atomicAdd(&count_, count);
+  }
+  __device__ ElementRange range() const { return count_ > 0 ? ElementRange{first_, last_ + 1} : ElementRange{0, 0}; }
+  __device__ bool in_one_piece() const { return count_ == 0 || count_ == last_ + 1 - first_; }
+
+ private:
+  int first_, last_, count_;
+};
+// The same for a thread.
+struct FoundByThread {
+  int first = INT32_MAX, last = -1, count = 0;
+  __device__ void add(int i) { first = min(first, i), last = i, count++; }
+};
+
 // Finds the ranges of `others` for `blocks` of `size` elements of `own`: (B, blocks). A block of threads each.
 template <int threads = 256>
 __global__ void __launch_bounds__(threads)
@@ -47,33 +87,36 @@ __global__ void __launch_bounds__(threads)
   const int32_t* const numbers = own.data + batch * own.step;
   const int32_t* const other_numbers = others.data + batch * others.step;
   const int begin = blockIdx.x % blocks * size, end = min(begin + size, own.count);
+  const int first_number = numbers[begin], last_number = numbers[end - 1];
   __shared__ SomeNumbers some;
-  __shared__ int least, most, first, last, counted;
+  __shared__ Found all, of_first, of_last;
+  __shared__ int split, more;
   some.clear();
-  if (threadIdx.x == 0) least = INT32_MAX, most = INT32_MIN, first = INT32_MAX, last = -1, counted = 0;
+  if (threadIdx.x == 0) all.clear(), of_first.clear(), of_last.clear(), split = end, more = 0;
   __syncthreads();
   for (int i = begin + threadIdx.x; i < end; i += threads) {
     some.add(numbers[i]);
-    atomicMin(&least, numbers[i]), atomicMax(&most, numbers[i]);
+    if (numbers[i] != first_number) atomicMin(&split, i);
   }
   __syncthreads();
-  const int low = least, high = most;
-  int own_first = INT32_MAX, own_last = -1, own_count = 0;
+  for (int i = max(begin, split) + threadIdx.x; i < end; i += threads)
+    if (numbers[i] != last_number) more = 1;
+  FoundByThread any, first, last;
 #pragma unroll 8
   for (int i = threadIdx.x; i < others.count; i += threads) {
     const int number = other_numbers[i];
-    if (number < low || number > high || !some.may_have(number)) continue;
-    own_first = min(own_first, i), own_last = i, own_count++;
+    if (!some.may_have(number)) continue;
+    any.add(i);
+    if (number == first_number) first.add(i);
+    if (number == last_number) last.add(i);
   }
-  own_first = __reduce_min_sync(0xffffffffu, own_first), own_last = __reduce_max_sync(0xffffffffu, own_last);
-  own_count = __reduce_add_sync(0xffffffffu, own_count);
-  if (threadIdx.x % 32 == 0) atomicMin(&first, own_first), atomicMax(&last, own_last), atomicAdd(&counted, own_count);
+  all.add(any.first, any.last, any.count);
+  of_first.add(first.first, first.last, first.count);
+  of_last.add(last.first, last.last, last.count);
   __syncthreads();
   if (threadIdx.x != 0) return;
-  SegmentRange range{0, 0, 0, 0};
-  if (counted > 0) range.begin = first, range.end = last + 1;
-  if (low == high && counted == last + 1 - first) range.inner_begin = first, range.inner_end = last + 1;
-  ranges[blockIdx.x] = range;
+  const bool known = !more && of_first.in_one_piece() && of_last.in_one_piece();
+  ranges[blockIdx.x] = {all.range(), known, split, of_first.range(), of_last.range()};
 }
 
 }  // namespace jaxsoft::cuda

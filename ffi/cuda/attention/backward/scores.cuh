@@ -31,12 +31,11 @@ __device__ void exclude(float (&scores)[count], const NearLimits& limits) {
 template <int count>
 __device__ void exclude_segments(float (&scores)[count], const BackwardCall& call, const SegmentRange& segment, int batch,
                                  int key, int query) {
-  if (segment.has_inner()) {
+  if (segment.known) {
+    const ElementRange queries[2] = {segment.of(key), segment.of(key + 8)};
 #pragma unroll
-    for (int i = 0; i < count; i++) {
-      const int column = i / 4 * 8 + i % 2;
-      if (query + column < segment.inner_begin || query + column >= segment.inner_end) scores[i] = -INFINITY;
-    }
+    for (int i = 0; i < count; i++)
+      if (!queries[i / 2 % 2].has(query + i / 4 * 8 + i % 2)) scores[i] = -INFINITY;
     return;
   }
   const int of_keys[2] = {call.key_segments.number(batch, key), call.key_segments.number(batch, key + 8)};

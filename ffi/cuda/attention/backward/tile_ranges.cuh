@@ -36,9 +36,8 @@ __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constan
   const SegmentRange* const segments = call.segments + batch * blocks;
   QueryTiles* const tiles = call.tiles + batch * blocks;
   for (int i = threadIdx.x; i < blocks; i += threads) {
-    const SegmentRange& own = segments[i];
-    const bool any = own.begin < own.end;
-    tiles[i] = {any ? own.begin / queries : call.query_tiles, any ? (own.end + queries - 1) / queries : 0};
+    const ElementRange own = segments[i].all;
+    tiles[i] = {own.empty() ? call.query_tiles : own.begin / queries, (own.end + queries - 1) / queries};
   }
   __syncthreads();
   accumulate<true>([&](int i) -> int& { return tiles[i].end; }, blocks, carry);

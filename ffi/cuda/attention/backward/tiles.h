@@ -70,8 +70,8 @@ auto with_backward_size(int64_t size, Use use) {
 //   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head of queries;
 //   after the next multiple of 256 the sums, 4 for each query of the tiles of a head and element of the padded head;
 //   lse and delta, 8 for each of these queries;
-//   where there are segments, for each block of keys of an element of the batch a range of queries, 16, and one of tiles,
-//   8, and whether a tile of queries is in any, 1.
+//   where there are segments, for each block of keys of an element of the batch what queries they leave to it, 32, and a
+//   range of tiles, 8, and whether a tile of queries is in any, 1.
 template <int size>
 struct BackwardSpace {
   using Plan = BackwardPlan<size>;
@@ -89,8 +89,8 @@ struct BackwardSpace {
         counts((counter + 2 * key_heads * 4 + ends + 255) / 256 * 256),
         sums(heads * query_tiles * Plan::queries * size * 4),
         numbers(heads * query_tiles * Plan::queries * 8),
-        segments(has_segments ? batch * key_blocks * 16 : 0),
-        tiles(segments / 2),
+        segments(has_segments ? batch * key_blocks * 32 : 0),
+        tiles(segments / 4),
         tile_is_met(has_segments ? batch * query_tiles : 0) {}
   int64_t bytes() const { return counts + sums + numbers + segments + tiles + tile_is_met; }
 };

@@ -39,7 +39,7 @@ struct BackwardCall {
   float cap;
   LimitOperands limits;
   Segments query_segments, key_segments;
-  SegmentRange* segments;      // (B, blocks of keys): the queries that are in segments of a block's keys, if any are
+  SegmentRange* segments;      // (B, blocks of keys): what counts for a block, if there are segments
   QueryTiles* tiles;           // (B, blocks of keys): where there are segments, the tiles of queries of a block
   unsigned char* tile_is_met;  // (B, tiles): likewise, whether a tile is among those of any block
   float* sums;         // (B * N, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
@@ -109,7 +109,7 @@ struct BackwardWork {
   // Whether some score of the keys [key, key + 64) and this tile is masked, but for those of queries past the end.
   __device__ bool masked(const BackwardCall& call, int tile, int key) const {
     const int query = tile * Plan::queries, end = query + Plan::queries;
-    const bool of_segments = has_segments(call) && (query < segment.inner_begin || end > segment.inner_end);
+    const bool of_segments = has_segments(call) && (query < segment.inner().begin || end > segment.inner().end);
     return of_segments || limits.exclude_some(key, key + 64, query, end);
   }
 };

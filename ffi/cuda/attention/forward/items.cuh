@@ -23,7 +23,7 @@ struct ForwardArguments {
   float inverse_unit;  // one over it
   unsigned long long* counter;  // null if items are assigned in advance
   AttentionBefore before;       // in calls whose plan says that they continue
-  const SegmentRange* segments;  // (B, blocks of a head): the keys that are in segments of a block's queries, if any are
+  const SegmentRange* segments;  // (B, blocks of a head): what counts for a block, if there are segments
 };
 
 // The limits of an element of the batch. In a plain call all keys count for each query.
@@ -50,9 +50,9 @@ struct TileRange {
     inner_begin = (of_last.begin + tile - 1) / tile, inner_end = all ? of_first.end / tile : 0;
   }
   __device__ void restrict_to(const SegmentRange& keys, int tile) {
-    begin = max(begin, keys.begin / tile), end = max(begin, min(end, (keys.end + tile - 1) / tile));
-    inner_begin = max(inner_begin, (keys.inner_begin + tile - 1) / tile);
-    inner_end = min(inner_end, keys.inner_end / tile);
+    const ElementRange inner = keys.inner();
+    begin = max(begin, keys.all.begin / tile), end = max(begin, min(end, (keys.all.end + tile - 1) / tile));
+    inner_begin = max(inner_begin, (inner.begin + tile - 1) / tile), inner_end = min(inner_end, inner.end / tile);
   }
   // Those of its tiles that some of the queries need, with inner tiles as they say.
   __device__ TileRange part(TileRange of_some) const {
@@ -68,36 +68,29 @@ struct ForwardItem {
   bool there;  // else there are no more
   int batch, head, key_head, query;  // its first query
   AttentionLimits limits;
-  // Where all of its queries have one segment, whose keys are a range: that range. Else it is empty.
-  KeyRange segment;
+  SegmentRange segments;  // if the call has any
   TileRange tiles;
-  ForwardItem() = default;
   template <class Plan, ForwardKind kind>
-  __device__ static ForwardItem number(const ForwardArguments& args, int number) {
+  __device__ void set(const ForwardArguments& args, int number) {
     const AttentionCall& call = args.call;
-    ForwardItem item;
-    item.there = number < args.items;
-    if (!item.there) return item;
+    there = number < args.items;
+    if (!there) return;
     const int together = number / (args.blocks_of_head * args.together), first = together * args.together;
-    const int heads = min(args.together, call.batch * call.heads - first);
+    const int heads_together = min(args.together, call.batch * call.heads - first);
     number -= first * args.blocks_of_head;
     // Under a causal rule the last queries have most keys. They come first, so that what comes last is short.
-    const int block = args.blocks_of_head - 1 - number / heads;
-    item.query = block * Plan::queries;
-    item.head = first + number % heads;
-    item.batch = item.head / call.heads, item.head %= call.heads;
-    item.key_head = item.head / (call.heads / call.key_heads);
-    item.limits = limits_of<kind>(call, item.batch);
-    item.tiles = {item.limits, item.query, Plan::queries, call.queries, Plan::key_tile};
-    item.segment = {0, 0};
+    const int block = args.blocks_of_head - 1 - number / heads_together, of_batch = first + number % heads_together;
+    query = block * Plan::queries;
+    batch = of_batch / call.heads, head = of_batch % call.heads;
+    key_head = head / (call.heads / call.key_heads);
+    limits = limits_of<kind>(call, batch);
+    tiles = {limits, query, Plan::queries, call.queries, Plan::key_tile};
     if constexpr (kind == ForwardKind::general) {
       if (args.segments) {
-        const SegmentRange keys = args.segments[item.batch * args.blocks_of_head + block];
-        item.tiles.restrict_to(keys, Plan::key_tile);
-        item.segment = {keys.inner_begin, keys.inner_end};
+        segments = args.segments[batch * args.blocks_of_head + block];
+        tiles.restrict_to(segments, Plan::key_tile);
       }
     }
-    return item;
   }
 };
 

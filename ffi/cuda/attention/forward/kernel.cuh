@@ -35,7 +35,7 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
   auto post = [&](unsigned turn, int number) {
     const ItemSlot<Plan> place(turn);
     memory.items_read[place.slot].wait(place.parity ^ 1);
-    memory.items[place.slot] = ForwardItem::number<Plan, kind>(args, number);
+    memory.items[place.slot].template set<Plan, kind>(args, number);
     memory.items_there[place.slot].arrive();
   };
   post(0, number);

@@ -66,8 +66,8 @@ __device__ void note_maximum(const ForwardArguments& args, const ForwardItem& it
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     if (query + 8 * r >= call.queries) continue;
-    const float largest = scores.largest(r) * (call.cap > 0 ? 1 : call.scale);
-    top = max(top, isnan(rows.lse[r]) ? nan : turn(bits<int>(largest)));
+    const float largest = scores.largest(r) * (call.cap > 0 ? 1 : call.scale), lse = rows.lse[r];
+    top = max(top, isnan(lse) ? nan : turn(bits<int>(lse == infinity<float>() ? lse : largest)));
   }
   top = __reduce_max_sync(0xffffffffu, top);
   if (threadIdx.x % 32 != 0 || top == lowest) return;

@@ -77,21 +77,23 @@ struct ForwardScores {
     }
     KeyRange keys[2] = {item.limits.of_query(query), item.limits.of_query(query + 8)};
     const bool segments = kind == ForwardKind::general && call.key_segments;
-    const bool one = segments && !item.segment.empty();
-    if (one) {
+    const bool known = segments && item.segments.known;
+    if (known) {
 #pragma unroll
-      for (KeyRange& range : keys)
-        range = {max(range.begin, item.segment.begin), min(range.end, item.segment.end)};
+      for (int r = 0; r < 2; r++) {
+        const ElementRange range = item.segments.of(query + 8 * r);
+        keys[r] = {max(keys[r].begin, range.begin), min(keys[r].end, range.end)};
+      }
     }
 #pragma unroll
     for (int i = 0; i < count; i++)
       if (column(i) >= keys[row(i)].end - own) scores[i] = -infinity<float>();
-    if (one || call.limits.of_first_keys()) {
+    if (known || call.limits.of_first_keys()) {
 #pragma unroll
       for (int i = 0; i < count; i++)
         if (column(i) < keys[row(i)].begin - own) scores[i] = -infinity<float>();
     }
-    if (segments && !one) {
+    if (segments && !known) {
       const int32_t* const of_queries = call.query_segments + item.batch * call.segment_steps[0];
       const int32_t* const of_keys = call.key_segments + item.batch * call.segment_steps[1];
       const int own_segments[2] = {of_queries[min(query, call.queries - 1)], of_queries[min(query + 8, call.queries - 1)]};

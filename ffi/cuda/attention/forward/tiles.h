@@ -52,10 +52,10 @@ struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ForwardKind kind>
 struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
-// What the workspace has, in bytes: a counter, 16; and where there are segments, a range of keys, 16, for each block of
-// queries of each element of the batch.
+// What the workspace has, in bytes: a counter, 16; and where there are segments, what keys they leave to each block of
+// queries of each element of the batch, 32.
 struct ForwardSpace {
-  static constexpr int64_t counter = 16, range = 16;
+  static constexpr int64_t counter = 16, range = 32;
   int64_t ranges;
   ForwardSpace(int64_t batch, int64_t blocks) : ranges(batch * blocks) {}
   int64_t bytes() const { return counter + ranges * range; }
