@@ -32,7 +32,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size, se
     shared.tickets[ticket_place.slot] = ticket;
     shared.ticket_full[ticket_place.slot].arrive();
     if (ticket >= call.pieces) return;
-    const typename Shared::Work work(call, {call, ticket});
+    const typename Shared::Work work(call, ticket);
     if (work.tiles.length() == 0) continue;
     bool first = true;
     for (int i = 0; i < call.group; i++) {

@@ -37,7 +37,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, segmented>
       shared.ticket_empty[ticket_place.slot].arrive_in(0);
     }
     if (ticket >= call.pieces) return;
-    const typename Pair::Work work(call, {call, ticket});
+    const typename Pair::Work work(call, ticket);
     if (work.tiles.length() == 0) continue;
     const int own = work.block * Plan::keys + rank * keys, other = work.block * Plan::keys + other_block(rank) * keys;
 #pragma unroll

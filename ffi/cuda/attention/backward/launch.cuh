@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
 #include "../../attributes.cuh"
 #include "../../devices.cuh"
@@ -81,21 +80,6 @@ __global__ void __launch_bounds__(BackwardPair<T, false>::threads, 1)
   }
 }
 
-// Of how many key heads pieces of work are taken in turn, where blocks of keys of a head wait for each other. Pieces
-// that are taken at the same time then belong to many heads, but not to more than the cache holds. (TFLOP/s: heads of
-// 64, 2K, on an H100, 335 with one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490
-// with four, 500 with six; 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The
-// bits of the results do not depend on it.
-template <int size>
-int heads_in_turn(const BackwardCall& call) {
-  using Plan = BackwardPlan<size>;
-  const double of_head = 8. * call.queries * call.group * size;  // bytes of queries, cotangents, and sums
-  const double at_once = call.processors / Plan::blocks;  // pieces of work
-  const double by_waits = std::ceil(Plan::stagger * at_once / (call.query_tiles * call.group));
-  const double by_cache = Plan::cache * double(1 << 20) / of_head - at_once / call.key_blocks;
-  return std::clamp(static_cast<int>(std::min(by_waits, by_cache)), 1, call.batch * call.key_heads);
-}
-
 template <class T, int size, BackwardKind kind, bool wide>
 cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
   using Plan = BackwardPlan<size>;
@@ -111,7 +95,8 @@ cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradient
   prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
   BackwardCall ordered = call;
-  ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call) : 1;
+  ordered.heads_in_turn =
+      call.deterministic ? heads_in_turn<size>(call, call.query_tiles, call.query_tiles, call.key_blocks) : 1;
   const auto at_once = std::min<unsigned>(call.pieces, call.processors / Plan::blocks);
   if (auto e = cudaGetLastError()) return e;
   cudaLaunchAttribute attributes[2] = {overlapping(), in_clusters_of(Plan::blocks)};
@@ -179,6 +164,7 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   call.segments = reinterpret_cast<SegmentRange*>(take(space.segments));
   call.tiles = reinterpret_cast<QueryTiles*>(take(space.tiles));
   call.tile_is_met = take(space.tile_is_met);
+  call.heads_in_turn_of_segments = reinterpret_cast<int*>(call.counter + 1);
   find_segment_ranges<<<call.key_blocks * given.batch, 256, 0, stream>>>(call.key_segments, call.query_segments,
                                                                         call.key_blocks, Plan::keys, call.segments);
   if (auto e = cudaGetLastError()) return e;

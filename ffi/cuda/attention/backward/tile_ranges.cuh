@@ -26,7 +26,8 @@ __device__ void accumulate(Number number, int count, int* carry) {
   __syncthreads();
 }
 
-// A block of threads for each element of the batch.
+// Finds these ranges, and of how many heads pieces of work are taken in turn. A block of threads for each element of the
+// batch.
 template <int size, int threads = 256>
 __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constant__ BackwardCall call) {
   constexpr int queries = BackwardPlan<size>::queries;
@@ -48,6 +49,20 @@ __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constan
     tiles[i] = both.length() > 0 ? both : QueryTiles{0, 0};
   }
   __syncthreads();
+  // As if a head were no longer than its longest segment: it has as many blocks of keys as these tiles of queries fill.
+  __shared__ int total, met_blocks, most;
+  if (threadIdx.x == 0) total = met_blocks = 0, most = 1;
+  __syncthreads();
+  for (int i = threadIdx.x; i < blocks; i += threads) {
+    const int length = tiles[i].length();
+    if (length > 0) atomicAdd(&total, length), atomicAdd(&met_blocks, 1), atomicMax(&most, length);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const double mean = static_cast<double>(max(total, 1)) / max(met_blocks, 1);
+    const double of_most = max(1., static_cast<double>(most) * queries / BackwardPlan<size>::keys);
+    atomicMax(call.heads_in_turn_of_segments, heads_in_turn<size>(call, mean, most, of_most));
+  }
   for (int tile = threadIdx.x; tile < call.query_tiles; tile += threads) {
     bool met = false;
     for (int i = 0; i < blocks && !met; i++) met = tiles[i].has(tile);

@@ -64,7 +64,7 @@ auto with_backward_size(int64_t size, Use use) {
 
 // What the workspace has, in bytes:
 //
-//   the counter of pieces of work, 16;
+//   the counter of pieces of work, and of how many heads they are taken in turn where there are segments, 16;
 //   how many blocks of keys are done, and how many parts of sums are cleared, 4 for each of the key heads of all
 //   sequences;
 //   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head of queries;
