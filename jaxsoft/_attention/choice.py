@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._attention import adapters, cudnn, ffi, packed, reference
-from jaxsoft._attention.form import BASE, Extra
+from jaxsoft._attention.form import BASE
 from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec, PagedAttention
 from jaxsoft._core import gpus
 from jaxsoft._core.gpus import Generation

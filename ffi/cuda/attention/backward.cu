@@ -15,6 +15,9 @@
 // and none waits long. Without limits blocks of a head run one behind the other, so the blocks that begin at the same
 // time belong to different heads, as far as the cache allows.
 //
+// Where there are segments, small kernels find out before which queries may count for a block of keys (segments.cuh),
+// and over which tiles it goes (tile_ranges.cuh).
+//
 // A block has two warp groups that multiply (multiply.cuh), and one whose threads bring tiles and add sums (copy.cuh).
 // Of heads of more than 128, two blocks of a cluster share a piece of work (pair.cuh says why), and have three warp
 // groups that multiply (multiply_in_pairs.cuh) and one that copies (copy_in_pairs.cuh).

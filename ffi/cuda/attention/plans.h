@@ -70,7 +70,7 @@ inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
   using cuda::ForwardKind;
   if (call.is("attention_forward")) {
     if (call.capped || call.has("segments")) return forward_plan<ForwardKind::general>(call.size);
-    if (call.has_limits()) return forward_plan<ForwardKind::limited>(call.size);
+    if (call.has_limits() || cuda::has_few_keys(call.size, call.keys)) return forward_plan<ForwardKind::limited>(call.size);
     return forward_plan<ForwardKind::plain>(call.size);
   }
   std::ostringstream text;

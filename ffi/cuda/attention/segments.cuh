@@ -65,7 +65,8 @@ class Found {
   __device__ void add(int first, int last, int count) {
     first = __reduce_min_sync(0xffffffffu, first), last = __reduce_max_sync(0xffffffffu, last);
     count = __reduce_add_sync(0xffffffffu, count);
-    if (threadIdx.x % 32 == 0 && count > 0) atomicMin(&first_, first), atomicMax(&last_, last), atomicAdd(&count_, count);
+    if (threadIdx.x % 32 != 0 || count == 0) return;
+    atomicMin(&first_, first), atomicMax(&last_, last), atomicAdd(&count_, count);
   }
   __device__ ElementRange range() const { return count_ > 0 ? ElementRange{first_, last_ + 1} : ElementRange{0, 0}; }
   __device__ bool in_one_piece() const { return count_ == 0 || count_ == last_ + 1 - first_; }

@@ -144,7 +144,8 @@ __device__ void add_sums(const BackwardCall& call, BackwardPair<T, segmented>& s
 // Adds one part of it, in a fixed order. A thread waits for its turn as in copy.cuh, but only for what has the same
 // columns, and without another thread that looks ahead: it has the time of two parts for each of its own.
 template <class T, bool segmented>
-__device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank, int part) {
+__device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank,
+                                  int part) {
   using Pair = BackwardPair<T, segmented>;
   constexpr int parts = Pair::parts * Pair::Plan::blocks;
   unsigned parity = 0;

@@ -29,8 +29,8 @@ __device__ void exclude(float (&scores)[count], const NearLimits& limits) {
 
 // The same where a key and a query are in different segments. `key` and `query` are those of the thread's first score.
 template <int count>
-__device__ void exclude_segments(float (&scores)[count], const BackwardCall& call, const SegmentRange& segment, int batch,
-                                 int key, int query) {
+__device__ void exclude_segments(float (&scores)[count], const BackwardCall& call, const SegmentRange& segment,
+                                 int batch, int key, int query) {
   if (segment.known) {
     const ElementRange queries[2] = {segment.of(key), segment.of(key + 8)};
 #pragma unroll

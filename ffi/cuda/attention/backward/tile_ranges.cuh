@@ -9,8 +9,8 @@
 
 namespace jaxsoft::cuda {
 
-// Makes each number the greatest, or the least, of those up to it. All threads of a block call it; `numbers` and `carry`
-// are in memory that they share, the latter with room for a number of each thread.
+// Makes each number the greatest, or the least, of those up to it. All threads of a block call it. `carry` is in memory
+// that they share, with room for a number of each.
 template <bool greatest, class Number>
 __device__ void accumulate(Number number, int count, int* carry) {
   const int share = (count + blockDim.x - 1) / blockDim.x;
@@ -26,8 +26,8 @@ __device__ void accumulate(Number number, int count, int* carry) {
   __syncthreads();
 }
 
-// Finds these ranges, and of how many heads pieces of work are taken in turn. A block of threads for each element of the
-// batch.
+// Finds these ranges, and of how many heads pieces of work are taken in turn. A block of threads for each element of
+// the batch.
 template <int size, int threads = 256>
 __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constant__ BackwardCall call) {
   constexpr int queries = BackwardPlan<size>::queries;

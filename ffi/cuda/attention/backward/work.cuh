@@ -58,9 +58,10 @@ struct BackwardCall {
 
 // Of how many key heads pieces of work are taken in turn, where blocks of keys of a head wait for each other. Pieces
 // that are taken at the same time then belong to many heads, but not to more than the cache holds. A block of keys goes
-// over `tiles` of queries, and where it goes over `most_tiles`, so do as many `blocks`. (TFLOP/s: heads of 64, 2K, on an H100, 335 with one head at a
-// time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490 with four, 500 with six; 8K, 541 with one,
-// 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the results do not depend on it.
+// over `tiles` of queries, and where it goes over `most_tiles`, so do as many `blocks`. (TFLOP/s: heads of 64, 2K, on an
+// H100, 335 with one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490 with four, 500
+// with six; 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the
+// results do not depend on it.
 template <int size>
 __host__ __device__ int heads_in_turn(const BackwardCall& call, double tiles, double most_tiles, double blocks) {
   using Plan = BackwardPlan<size>;

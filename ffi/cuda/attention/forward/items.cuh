@@ -33,8 +33,8 @@ __device__ AttentionLimits limits_of(const AttentionCall& call, int batch) {
   else return AttentionLimits(call, batch);
 }
 
-// The tiles of keys [begin, end) that matter to some queries. Of [inner_begin, inner_end) all keys count for each of the
-// queries, as far as limits, lengths and segments say.
+// The tiles of keys [begin, end) that matter to some queries. Of [inner_begin, inner_end) all keys count for each of
+// the queries, as far as limits, lengths and segments say.
 struct TileRange {
   int begin = 0, inner_begin = 0, inner_end = 0, end = 0;
   TileRange() = default;

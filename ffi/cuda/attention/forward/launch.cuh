@@ -49,9 +49,10 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
     const ForwardSpace space(call.batch, blocks);
     if (call.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
     auto* const ranges = reinterpret_cast<SegmentRange*>(static_cast<unsigned char*>(call.workspace) + space.counter);
-    find_segment_ranges<<<args.blocks_of_head * call.batch, 256, 0, stream>>>(
-        {call.query_segments, call.segment_steps[0], call.queries}, {call.key_segments, call.segment_steps[1], call.keys},
-        args.blocks_of_head, Plan::queries, ranges);
+    const Segments of_queries{call.query_segments, call.segment_steps[0], call.queries};
+    const Segments of_keys{call.key_segments, call.segment_steps[1], call.keys};
+    find_segment_ranges<<<args.blocks_of_head * call.batch, 256, 0, stream>>>(of_queries, of_keys, args.blocks_of_head,
+                                                                             Plan::queries, ranges);
     if (auto e = cudaGetLastError()) return e;
     args.segments = ranges;
   }
@@ -81,7 +82,7 @@ cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before
   if (auto e = device.read()) return e;
   if (call.cap > 0 || call.query_segments)
     return launch_forward<T, size, ForwardKind::general>(call, before, results, device, stream);
-  if (call.limits.any())
+  if (call.limits.any() || call.keys <= kFewKeys<size>)
     return launch_forward<T, size, ForwardKind::limited>(call, before, results, device, stream);
   return launch_forward<T, size, ForwardKind::plain>(call, before, results, device, stream);
 }

@@ -29,9 +29,9 @@ struct ForwardMemory {
   struct Staged { Rows rows[Plan::groups][2]; };
   struct NotStaged {};
   static constexpr int most = 227 * 1024, others = 1024;  // bytes
+  static constexpr int of_group = sizeof(Queries) + 2 * sizeof(Rows), of_slot = sizeof(Keys) + sizeof(Values);
   static constexpr bool staged =
-      !Plan::continues && !Plan::joined &&
-      Plan::groups * (sizeof(Queries) + 2 * sizeof(Rows)) + Plan::slots * (sizeof(Keys) + sizeof(Values)) + others <= most;
+      !Plan::continues && !Plan::joined && Plan::groups * of_group + Plan::slots * of_slot + others <= most;
 
   Queries queries[Plan::groups];
   Keys keys[Plan::slots];

@@ -48,8 +48,8 @@ struct RowPlace {
   }
 };
 
-// Raises the largest score of a head, if it is wanted, to that of the queries of a warp, whose rows have ended. `query` is
-// the thread's first.
+// Raises the largest score of a head, if it is wanted, to that of the queries of a warp, whose rows have ended. `query`
+// is the thread's first.
 //
 // The bits of positive numbers, as integers, are in the order of these, and so is what becomes of negative ones when all
 // but their sign is inverted. A NaN among the scores is in the log-sum-exp, and never in the maximum. It is to be above

@@ -27,19 +27,11 @@ struct ForwardPlanOf {
 // What masks a call has: none but the end of keys; limits by position and lengths; and anything.
 enum class ForwardKind { plain, limited, general };
 
-// On an H100, 32K tokens of bf16, 2048 / size heads, TFLOP/s of 2K and 8K long, all and causal:
-// * at 64, three groups of 128 keys, free, 510 and 524, 404 and 477; in turns 505 and 527, 389 and 488; two groups in
-//   turns, of 192 keys, 391 and 428;
-// * at 128, two groups of 176 keys in turns, 631 and 632; free, 602 and 621; of 128 keys in turns 570 and 597, and
-//   causal 491 and 617; free, and causal, 481 and 582; three groups of 80 keys were no better;
-// * at 256, two groups of 80 keys in turns 742 and 704, 578 and 653; free 695 and 704, 566 and 652; of 64 keys, causal,
-//   572 and 655.
-// Runs differed by up to 5 %, as the clock follows the power.
-//
-// No faster were clusters of two blocks that copy tiles for one another, a second slot for queries, exponentials by
-// polynomials beside those of the hardware, two tiles of scores in flight, and products for the output that are started
-// between the exponentials of the next tile, or between its comparisons. Items that are joined were 1 to 3 % faster at
-// 64 and up to 1 % at 128 without limits, and up to 3 % slower under a causal rule and at 256.
+// By measurement on an H200: items that are joined are 2 to 5 % faster without limits, and slower under a causal rule,
+// where 176 keys in place of 128 are 2 % faster at 32K and 10 % slower at 2K with heads of 128. No faster were, on an
+// H100, clusters of two blocks that copy tiles for one another, a second slot for queries, exponentials by polynomials
+// beside those of the hardware, two tiles of scores in flight, and products for the output that are started between the
+// exponentials of the next tile; with heads of 64, groups in turns, and two groups of 192 keys.
 template <int size, ForwardKind kind>
 struct ForwardPlan;
 template <ForwardKind kind>
@@ -51,6 +43,11 @@ template <ForwardKind kind>
 struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ForwardKind kind>
 struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
+
+// Up to so many keys, calls without limits take the plan of those with them: its tiles are shorter, and results do not
+// wait to be stored.
+template <int size>
+constexpr int kFewKeys = size == 128 ? 1024 : 0;
 
 // What the workspace has, in bytes: a counter, 16; and where there are segments, what keys they leave to each block of
 // queries of each element of the batch, 32.
@@ -65,6 +62,10 @@ struct ForwardSpace {
 template <class Use>
 auto with_forward_size(int64_t size, Use use) {
   return with_size<64, 128, 192, 256>(size, use);
+}
+
+inline bool has_few_keys(int64_t size, int64_t keys) {
+  return with_forward_size(size, [&](auto of_plan) { return keys <= kFewKeys<of_plan>; });
 }
 
 }  // namespace jaxsoft::cuda
