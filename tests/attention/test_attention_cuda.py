@@ -162,11 +162,65 @@ def test_layouts_of_segments(layout, causal, size):
     for keys in (pair, np.roll(pair[::-1], 40, axis=1)):
         run = jax.jit(functools.partial(results, "ffi", keys))
         actual = run(cotangent, query, key, value)
-        expected = in_float64(functools.partial(results, "reference", keys), cotangent, query, key, value)
+        expected = in_float64(functools.partial(results, "xla", keys), cotangent, query, key, value)
         for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=True):
             error = np.linalg.norm(wide(a) - wide(e)) / np.linalg.norm(wide(e))
             assert error <= ALLOWED[jnp.bfloat16], (name, error)
         assert same_bits(run(cotangent, query, key, value), actual)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_references_that_follow(causal, size):
+    """Of neighbouring queries, the scores of one are all equal, and those of the other rise from tile to tile, in which
+    keys come from the last to the first, by little and by more than weights can be large.
+    """
+    keys = 4096
+    steps = np.where(np.arange(keys) // 64 % 16 == 0, 128, 16)  # of which each 64 keys have one
+    rise = np.cumsum(steps.reshape(-1, 64)[::-1, 0])[::-1].repeat(64) // 16 * 16 % 4096
+    key = np.zeros((1, keys, 1, size), np.float32)
+    key[0, :, 0, 0], key[0, :, 0, 1] = 1, rise
+    query = np.zeros((1, keys, 1, size), np.float32)
+    query[0, ::2, 0, 0], query[0, 1::2, 0, 1] = 338, 1
+    value = np.random.default_rng(0).standard_normal(key.shape)
+    arrays = [x.astype(jnp.bfloat16) for x in (query, key, value)]
+
+    def attend(implementation, *v):
+        return jaxsoft.dot_product_attention(
+            *v, scale=1.0, is_causal=causal, return_residual=True, implementation=implementation
+        )
+
+    output, lse = (wide(x) for x in jax.jit(functools.partial(attend, "ffi"))(*arrays))
+    expected = in_float64(functools.partial(attend, "xla"), *arrays)
+    np.testing.assert_allclose(lse, wide(expected[1]), rtol=1e-6)
+    error = np.linalg.norm(output - wide(expected[0])) / np.linalg.norm(wide(expected[0]))
+    assert error <= ALLOWED[jnp.bfloat16]
+
+
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
+def test_equal_keys_and_huge_scores(scale, size):
+    """Their weights are equal, whichever way the scores of a tile have been computed."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 700, 2, size)) for _ in range(3))
+    arrays = [x.astype(jnp.bfloat16) for x in (query * 100, np.broadcast_to(key[:, :1], key.shape), value)]
+    for causal in (False, True):
+        run = functools.partial(jaxsoft.dot_product_attention, scale=scale, is_causal=causal, implementation="ffi")
+        count = np.arange(1, 701)[:, None, None] if causal else 700
+        mean = np.cumsum(wide(arrays[2])[0], axis=0) / count if causal else wide(arrays[2])[0].mean(axis=0)
+        np.testing.assert_allclose(wide(jax.jit(run)(*arrays))[0], np.broadcast_to(mean, value.shape[1:]), atol=2e-2)
+
+
+@pytest.mark.parametrize("at", [10, 200, 300])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_an_infinite_score(size, at):
+    rng = np.random.default_rng(0)
+    query, key, value = (np.abs(rng.standard_normal((1, 200, 1, size))).astype(jnp.bfloat16) for _ in range(3))
+    key = np.concatenate([key, key], axis=1)
+    key[0, at, 0, 0] = np.inf
+    given = (query, key, np.concatenate([value, value], axis=1))
+    output, lse = jaxsoft.dot_product_attention(*given, return_residual=True, implementation="ffi")
+    assert (np.asarray(lse) == np.inf).all() and np.isnan(wide(output)).all()
 
 
 @pytest.mark.parametrize(("b", "t", "size"), [(2, 700, 128), (40, 300, 64), (40, 300, 128), (40, 300, 256)])

@@ -34,8 +34,9 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   }
   const int64_t heads = int64_t(call.batch) * call.heads, blocks = (call.queries + Plan::queries - 1) / Plan::queries;
   const int64_t items = heads * blocks;
-  // Sums of these and of tiles are 32 bits wide.
-  if (std::max<int64_t>({items, call.queries, call.keys}) > 1 << 30) return cudaErrorInvalidValue;
+  // Sums of these and of tiles are 32 bits wide, and the places of rows.
+  const int64_t rows = heads * call.queries;
+  if (std::max<int64_t>({items, rows, call.queries, call.keys}) >= 1 << 30) return cudaErrorInvalidValue;
   args.blocks_of_head = static_cast<int>(blocks), args.items = static_cast<int>(items);
   args.together = 1;
   if (kind != ForwardKind::plain) {

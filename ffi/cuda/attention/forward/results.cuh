@@ -37,7 +37,7 @@ struct RowsResult {
 // Where one of the rows of a thread is.
 struct RowPlace {
   bool there;
-  int row, number;  // in the output, by rows, and in the log-sum-exps: checks.h lets no call have 2^30
+  int row, number;  // in the output, by rows, and in the log-sum-exps: launch.cuh lets no call have 2^30
   __device__ RowPlace(const AttentionCall& call, const ForwardItem& item, int query)
       : there(query < call.queries),
         row((item.batch * call.queries + query) * call.heads + item.head),
@@ -51,9 +51,9 @@ struct RowPlace {
 // Raises the largest score of a head, if it is wanted, to that of the queries of a warp, whose rows have ended. `query`
 // is the thread's first.
 //
-// The bits of positive numbers, as integers, are in the order of these, and so is what becomes of negative ones when all
-// but their sign is inverted. A NaN among the scores is in the log-sum-exp, and never in the maximum. It is to be above
-// all numbers: its bits are the largest integer.
+// The bits of positive numbers, as integers, are in the order of these, and so is what becomes of negative ones when
+// all but their sign is inverted. A NaN among the scores is in the log-sum-exp, and never in the maximum. It is to be
+// above all numbers: its bits are the largest integer.
 template <class Scores>
 __device__ void note_maximum(const ForwardArguments& args, const ForwardItem& item, int query, const RowsResult& rows,
                              const Scores& scores) {
@@ -104,7 +104,8 @@ __device__ void write_output(const ForwardArguments& args, int64_t place, bool t
     return bits<uint32_t>(narrow_pair(value(i), value(i + 1), T()));
   });
   if (!results.output_residual) return;
-  write_row<T, Plan::value_size>(static_cast<T*>(results.output_residual) + place, there, call.value_size, [&](int block) {
+  T* const lost = static_cast<T*>(results.output_residual) + place;
+  write_row<T, Plan::value_size>(lost, there, call.value_size, [&](int block) {
     auto residual = [&](int i) { return lost_by_rounding<T>(value(i)); };
     const int i = 4 * block + 2 * r;
     return bits<uint32_t>(narrow_pair(residual(i), residual(i + 1), T()));

@@ -96,7 +96,8 @@ struct ForwardScores {
     if (segments && !known) {
       const int32_t* const of_queries = call.query_segments + item.batch * call.segment_steps[0];
       const int32_t* const of_keys = call.key_segments + item.batch * call.segment_steps[1];
-      const int own_segments[2] = {of_queries[min(query, call.queries - 1)], of_queries[min(query + 8, call.queries - 1)]};
+      const int last = call.queries - 1;
+      const int own_segments[2] = {of_queries[min(query, last)], of_queries[min(query + 8, last)]};
 #pragma unroll
       for (int i = 0; i < count; i++) {
         const int key = own + column(i);
@@ -111,7 +112,7 @@ struct ForwardScores {
   };
   // Makes weights of scores by the references as they are.
   __device__ Taken weigh(Tile& scores) const {
-    return weigh(scores, {rows[0].from * args.unit, rows[1].from * args.unit});
+    return weigh(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)});
   }
   __device__ Taken weigh(Tile& scores, const float (&references)[2]) const {
     Taken taken;
@@ -128,12 +129,12 @@ struct ForwardScores {
     for (int r = 0; r < 2; r++) taken.largest[r] = bits<float>(largest[r]);
     return taken;
   }
-  // Whether a weight of the warp's is above the limit of its row. The compiler would put exponentials behind the vote, if
-  // this had not to know what is `never` so.
+  // Whether a weight of the warp's is above the limit of its row. The compiler would put exponentials behind the vote,
+  // if this had not to know what is `never` so.
   __device__ bool above_limits(const Taken& taken) const {
     const bool never = taken.sums[0] + taken.sums[1] < 0;
-    const bool above = int(!(taken.largest[0] <= limit(rows[0]))) | int(!(taken.largest[1] <= limit(rows[1]))) | int(never);
-    return __any_sync(0xffffffffu, above);
+    const int first = !(taken.largest[0] <= limit(rows[0])), second = !(taken.largest[1] <= limit(rows[1]));
+    return __any_sync(0xffffffffu, first | second | int(never));
   }
   // Adds such a tile up.
   __device__ void add(const Taken& taken) {
@@ -142,7 +143,8 @@ struct ForwardScores {
       rows[r].largest = fmaxf(rows[r].largest, taken.largest[r]), rows[r].sum += taken.sums[r];
   }
   // The same where a weight is above a limit: references follow, and the weights with them. Returns by how much to
-  // multiply what was added up before. Weights may have overflowed, or be too inexact: then it does nothing, and says so.
+  // multiply what was added up before. Weights may have overflowed, or be too inexact: then it does nothing, and says
+  // so.
   __device__ bool follow(Tile& weights, const Taken& taken, float (&factors)[2]) {
     float froms[2];
     bool far = false;
@@ -157,7 +159,7 @@ struct ForwardScores {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       RowState& state = rows[r];
-      factors[r] = exp2_approximately(state.from * args.unit - froms[r] * args.unit);
+      factors[r] = exp2_approximately(in_base_2(state.from) - in_base_2(froms[r]));
       state.from = froms[r];
       state.largest = fmaxf(state.largest, taken.largest[r]) * factors[r];
       state.sum = (state.sum + taken.sums[r]) * factors[r];
@@ -189,8 +191,10 @@ struct ForwardScores {
     const Taken taken = weigh(scores, references);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      rows[r].largest = fmaxf(rows[r].largest * factors[r], taken.largest[r]);
-      rows[r].sum = fmaf(rows[r].sum, factors[r], taken.sums[r]);
+      RowState& state = rows[r];
+      state.largest = fmaxf(state.largest * factors[r], taken.largest[r]);
+      // Of a score of +inf the sum is and stays that, where a factor may be 0.
+      state.sum = state.sum == infinity<float>() ? state.sum : fmaf(state.sum, factors[r], taken.sums[r]);
     }
   }
 
@@ -217,10 +221,10 @@ struct ForwardScores {
     // is nearly all there is.
     const float lost = weight - widen(narrow<T>(weight));
     const float reference = subtracted(state), of_sink = sink * static_cast<float>(kLog2E);
-    if (of_sink > reference) {
+    if (of_sink > reference && sum < infinity<float>()) {
       const float share = exp2_approximately(reference - of_sink);  // of a weight of 1, relative to the sink
       const float all = fmaf(sum - lost, share, 1.f);
-      return {share / all + nan_of_sink, (of_sink + __log2f(fmaf(sum, share, 1.f))) * ln2};
+      return {share / all + nan_of_sink, fmaf(__log2f(fmaf(sum, share, 1.f)), ln2, sink)};
     }
     const float other = exp2_approximately(of_sink - reference);
     return {1 / (sum - lost + other), (reference + __log2f(sum + other)) * ln2};
@@ -231,10 +235,12 @@ struct ForwardScores {
   }
 
  private:
+  // A score in base 2. It is a number of its own: as part of another operation, it would be another one.
+  __device__ float in_base_2(float score) const { return __fmul_rn(score, args.unit); }
   // What is subtracted from scores in base 2.
-  __device__ float subtracted(const RowState& state) const { return reference_of(state) * args.unit; }
+  __device__ float subtracted(const RowState& state) const { return in_base_2(reference_of(state)); }
   // Whether products with the unit lose too little to matter.
-  __device__ bool is_small(float reference) const { return fabsf(reference * args.unit) < kLargeReference; }
+  __device__ bool is_small(float reference) const { return fabsf(in_base_2(reference)) < kLargeReference; }
   // The largest weight by the reference as it is. By a large one, or none, there is no weight.
   __device__ float limit(const RowState& state) const { return is_small(state.from) ? kLargestWeight : -1; }
   __device__ static float reference_of(const RowState& state) { return reference(state.from); }
