@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constan
   }
   __syncthreads();
   // As if a head were one segment, with as many blocks of keys as its tiles of queries fill. Under a causal rule, where
-  // blocks hardly wait for each other, it is the longest one, and else one of mean length. (H200, 16 documents of random
-  // lengths in 32K, heads of 128, TFLOP/s without a causal rule and with one: 502 and 379 by the mean, 420 and 459 by the
-  // longest.)
+  // blocks hardly wait for each other, it is the longest one, and else one of mean length. (H200, 16 documents of
+  // random lengths in 32K, heads of 128, TFLOP/s without a causal rule and with one: 502 and 379 by the mean, 420 and
+  // 459 by the longest.)
   __shared__ int total, met_blocks, most;
   if (threadIdx.x == 0) total = met_blocks = 0, most = 1;
   __syncthreads();

@@ -70,8 +70,8 @@ auto with_backward_size(int64_t size, Use use) {
 //   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head of queries;
 //   after the next multiple of 256 the sums, 4 for each query of the tiles of a head and element of the padded head;
 //   lse and delta, 8 for each of these queries;
-//   where there are segments, for each block of keys of an element of the batch what queries they leave to it, 32, and a
-//   range of tiles, 8, and whether a tile of queries is in any, 1.
+//   where there are segments, for each block of keys of an element of the batch what queries they leave to it, 32, and
+//   a range of tiles, 8, and whether a tile of queries is in any, 1.
 template <int size>
 struct BackwardSpace {
   using Plan = BackwardPlan<size>;

@@ -44,8 +44,8 @@ struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ForwardKind kind>
 struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
-// Up to so many keys, calls without limits take the plan of those with them: its tiles are shorter, and nobody waits for
-// results to be stored. (H200, heads of 128: 3 % faster at 512, 1 % slower at 1024.)
+// Up to so many keys, calls without limits take the plan of those with them: its tiles are shorter, and nobody waits
+// for results to be stored. (H200, heads of 128: 3 % faster at 512, 1 % slower at 1024.)
 template <int size>
 constexpr int kFewKeys = size == 128 ? 512 : 0;
 
