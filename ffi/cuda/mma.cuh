@@ -2,8 +2,8 @@
 // accumulators.
 //
 // With g = lane / 4 and t = lane % 4, a lane has of an accumulator columns 2 t and 2 t + 1 of row g, and then those of
-// row g + 8; of the left operand the like of columns 0 to 7, each pair in a word, and then of columns 8 to 15; and of the
-// right one rows 2 t and 2 t + 1 of column g, and then 8 rows further on.
+// row g + 8; of the left operand the like of columns 0 to 7, each pair in a word, and then of columns 8 to 15; and of
+// the right one rows 2 t and 2 t + 1 of column g, and then 8 rows further on.
 #pragma once
 
 #include <cuda_bf16.h>

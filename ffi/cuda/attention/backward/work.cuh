@@ -57,15 +57,16 @@ struct BackwardCall {
 };
 
 // Of how many key heads pieces of work are taken in turn, where blocks of keys of a head wait for each other. Pieces
-// that are taken at the same time then belong to many heads, but not to more than the cache holds. A block of keys goes
-// over `tiles` of queries, and so many `blocks` go over the `tiles_in_cache`. (TFLOP/s: heads of 64, 2K, on an H100, 335
-// with one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490 with four, 500 with six;
-// 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the results do not
-// depend on it.
+// that are taken at the same time then belong to many heads, but not to more than the cache holds. A block of keys
+// goes over `tiles` of queries, and so many `blocks` go over the `tiles_in_cache`. (TFLOP/s: heads of 64, 2K, on an
+// H100, 335 with one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490 with four,
+// 500 with six; 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the
+// results do not depend on it.
 template <int size>
 __host__ __device__ int heads_in_turn(const BackwardCall& call, double tiles, double tiles_in_cache, double blocks) {
   using Plan = BackwardPlan<size>;
-  const double of_head = 8. * tiles_in_cache * Plan::queries * call.group * size;  // bytes of queries, cotangents, and sums
+  // Bytes of queries, cotangents, and sums.
+  const double of_head = 8. * tiles_in_cache * Plan::queries * call.group * size;
   const double at_once = call.processors / Plan::blocks;  // pieces of work
   const double by_waits = ceil(Plan::stagger * at_once / (tiles * call.group));
   const double by_cache = Plan::cache * double(1 << 20) / of_head - at_once / blocks;
