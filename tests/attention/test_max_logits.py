@@ -62,6 +62,14 @@ def test_reference():
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @each_implementation
+def test_values(options, implementation):
+    with precision(np.float64), served(implementation):
+        asked(options, SMALL._replace(b=3), implementation=implementation).check()
+
+
+@pytest.mark.costly(number=2)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_implementation
 def test_values_and_gradients(options, implementation):
     """With what derivatives there are of the other results, in both modes, and maps of them."""
     with precision(np.float64), served(implementation):
