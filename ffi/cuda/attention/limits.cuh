@@ -46,10 +46,11 @@ constexpr struct {
 // More than the difference of any key and query: checks.h lets no call have 2^30 of either.
 constexpr int kFar = (1 << 30) - 1;
 
-// Keys [begin, end), perhaps none.
-struct KeyRange {
+// Keys or queries [begin, end), perhaps none.
+struct ElementRange {
   int begin, end;
   __device__ bool empty() const { return end <= begin; }
+  __device__ bool has(int element) const { return begin <= element && element < end; }
 };
 
 // The number of an element of the batch, between 0 and `most`. Without numbers it is `otherwise`.
@@ -88,13 +89,13 @@ struct AttentionLimits {
   }
 
   // The valid keys for any of the queries [first, last]. Both ends rise with the queries.
-  __device__ KeyRange of_queries(int first, int last) const {
+  __device__ ElementRange of_queries(int first, int last) const {
     first = max(first, begin), last = min(last, queries - 1);
     if (last < first) return {0, 0};
     const int first_key = min(max(first + least, 0), keys);
     return {first_key, min(max(last + most + 1, first_key), keys)};
   }
-  __device__ KeyRange of_query(int query) const { return of_queries(query, query); }
+  __device__ ElementRange of_query(int query) const { return of_queries(query, query); }
 
   // The queries for which any of the keys [first_key, end) counts, which are before `keys`: from the first to one past
   // the last, if any.

@@ -4,18 +4,9 @@
 // documents that are packed one after the other, nothing else is visited.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "limits.cuh"
 
 namespace jaxsoft::cuda {
-
-// Elements [begin, end).
-struct ElementRange {
-  int begin, end;
-  __device__ bool empty() const { return begin >= end; }
-  __device__ bool has(int element) const { return begin <= element && element < end; }
-};
 
 // What counts for a block of elements.
 struct SegmentRange {
@@ -57,14 +48,19 @@ class SomeNumbers {
   uint32_t words_[bits / 32];
 };
 
-// Where the elements are that a block of threads has found.
+// Where the elements are that a thread has found, in ascending order.
+struct FoundByThread {
+  int first = INT32_MAX, last = -1, count = 0;
+  __device__ void add(int i) { first = min(first, i), last = i, count++; }
+};
+// The same for a block of threads.
 class Found {
  public:
   __device__ void clear() { first_ = INT32_MAX, last_ = -1, count_ = 0; }
   // What a thread has found, which all threads call.
-  __device__ void add(int first, int last, int count) {
-    first = __reduce_min_sync(0xffffffffu, first), last = __reduce_max_sync(0xffffffffu, last);
-    count = __reduce_add_sync(0xffffffffu, count);
+  __device__ void add(const FoundByThread& found) {
+    const int first = __reduce_min_sync(0xffffffffu, found.first), last = __reduce_max_sync(0xffffffffu, found.last);
+    const int count = __reduce_add_sync(0xffffffffu, found.count);
     if (threadIdx.x % 32 != 0 || count == 0) return;
     atomicMin(&first_, first), atomicMax(&last_, last), atomicAdd(&count_, count);
   }
@@ -73,11 +69,6 @@ class Found {
 
  private:
   int first_, last_, count_;
-};
-// The same for a thread.
-struct FoundByThread {
-  int first = INT32_MAX, last = -1, count = 0;
-  __device__ void add(int i) { first = min(first, i), last = i, count++; }
 };
 
 // Finds the ranges of `others` for `blocks` of `size` elements of `own`: (B, blocks). A block of threads each.
@@ -111,9 +102,7 @@ __global__ void __launch_bounds__(threads)
     if (number == first_number) first.add(i);
     if (number == last_number) last.add(i);
   }
-  all.add(any.first, any.last, any.count);
-  of_first.add(first.first, first.last, first.count);
-  of_last.add(last.first, last.last, last.count);
+  all.add(any), of_first.add(first), of_last.add(last);
   __syncthreads();
   if (threadIdx.x != 0) return;
   const bool known = !more && of_first.in_one_piece() && of_last.in_one_piece();

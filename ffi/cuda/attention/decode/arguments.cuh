@@ -9,12 +9,12 @@ namespace jaxsoft::cuda::decode {
 
 // How the keys of a sequence are cut into chunks.
 struct Cut {
-  KeyRange range{0, 0};       // the valid keys for any query
+  ElementRange range{0, 0};       // the valid keys for any query
   int groups = 0;             // row groups with keys
   int chunk = 1, chunks = 1;  // keys of a chunk, and how many there are
   Cut() = default;
   // `queries` of the sequence count, and keys [range.begin, range.end).
-  JAXSOFT_ANYWHERE Cut(const Plan& plan, int queries, KeyRange range) : range(range) {
+  JAXSOFT_ANYWHERE Cut(const Plan& plan, int queries, ElementRange range) : range(range) {
     if (range.end <= range.begin) return;
     const int keys = range.end - first();
     groups = short_quotient(queries * plan.heads_each + plan.row_tile - 1, plan.row_tile);

@@ -44,7 +44,7 @@ __device__ __noinline__ float adjust(const AttentionCall& call, const Unit& unit
 
 // What a lane keeps of the two rows whose scores it has: row `half` is 8 * half further down.
 struct LaneRows {
-  KeyRange ranges[2];  // the keys within each row's limits; none of a row that is only there to fill the tile
+  ElementRange ranges[2];  // the keys within each row's limits; none of a row that is only there to fill the tile
   int whole_begin, whole_end;  // the keys within the limits of all rows of the warp that have any
   float factor[2];  // products are multiplied by it
   float m[2] = {-INFINITY, -INFINITY}, s[2] = {};  // the sum is over the lane's keys only
@@ -84,7 +84,7 @@ __device__ void adjust_tile(const Arguments& args, const Unit& unit, const LaneR
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int of = first + 8 * i + j % 2;
-      const KeyRange& range = rows.ranges[j / 2];
+      const ElementRange& range = rows.ranges[j / 2];
       const bool counts = of >= range.begin && of < range.end && valid >> (i / 2) & 1;
       z[i][j] *= rows.factor[j / 2];
       if (!counts) z[i][j] = -INFINITY;

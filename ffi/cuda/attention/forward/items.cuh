@@ -43,7 +43,7 @@ struct TileRange {
     if (query >= limits.queries || last < limits.begin) return;
     // Both ends of the range of a query rise with the query.
     const int first = max(query, limits.begin);
-    const KeyRange of_first = limits.of_query(first), of_last = limits.of_query(min(last, limits.queries - 1));
+    const ElementRange of_first = limits.of_query(first), of_last = limits.of_query(min(last, limits.queries - 1));
     begin = of_first.begin / tile, end = (of_last.end + tile - 1) / tile;
     if (of_last.end <= of_first.begin) end = begin;
     const bool all = last < limits.queries && first == query;

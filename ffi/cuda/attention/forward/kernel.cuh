@@ -12,20 +12,16 @@
 
 namespace jaxsoft::cuda {
 
-// The slot of the tile that is number `step` of all tiles of a block, and the parity of its barriers' phase.
-template <class Plan>
-struct RingSlot {
+// The slot of number `index` of all that go through a ring of slots, and the parity of its barriers' phase.
+template <unsigned slots>
+struct SlotOf {
   unsigned slot, parity;
-  __device__ explicit RingSlot(unsigned step) : slot(step % Plan::slots), parity(step / Plan::slots % 2) {}
+  __device__ explicit SlotOf(unsigned index) : slot(index % slots), parity(index / slots % 2) {}
 };
-
-// The same for the item that is number `turn` of those of a block.
 template <class Plan>
-struct ItemSlot {
-  static constexpr unsigned slots = ForwardMemory<Plan>::item_slots;
-  unsigned slot, parity;
-  __device__ explicit ItemSlot(unsigned turn) : slot(turn % slots), parity(turn / slots % 2) {}
-};
+using RingSlot = SlotOf<Plan::slots>;  // of a tile
+template <class Plan>
+using ItemSlot = SlotOf<ForwardMemory<Plan>::item_slots>;
 
 // The copying thread: takes items, and fills slots with their tiles.
 template <class Plan, ForwardKind kind>
@@ -147,7 +143,7 @@ struct ForwardTiles {
     for (float& x : tile) x = 0;
     // Volatile, so that not many are read before they are needed: there are no registers.
     auto word = [&](const unsigned char* box, int row, int column) {
-      return *reinterpret_cast<const volatile uint32_t*>(box + row * 128 + ((column * 2) ^ (row % 8 * 16)));
+      return *reinterpret_cast<const volatile uint32_t*>(box + place_in_box(row, column * 2));
     };
 #pragma unroll 1
     for (int k = 0; k < Plan::size; k += 16) {

@@ -112,7 +112,7 @@ __device__ void write_output(const ForwardArguments& args, int64_t place, bool t
   });
 }
 
-// `query` is the thread's first query. The log-sum-exps are written apart.
+// Writes the output of one of the two rows of a thread. Log-sum-exps are written apart.
 template <int r, class T, class Plan>
 __device__ void write_row_result(const ForwardArguments& args, const RowPlace& place, float inverse,
                                  const float (&output)[Plan::value_size / 2]) {
@@ -120,6 +120,7 @@ __device__ void write_row_result(const ForwardArguments& args, const RowPlace& p
   write_output<r, T, Plan>(args, place.output(args.call), place.there,
                            [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; });
 }
+
 // Puts the rows of a warp group in shared memory, as boxes.
 template <class T, class Plan, class Value>
 __device__ void stage_rows(unsigned char (*boxes)[ForwardMemory<Plan>::query_box], Value value) {
@@ -175,6 +176,7 @@ __device__ void write_results(const ForwardArguments& args, ForwardMemory<Plan>&
   __syncwarp();  // one after the other, as there are no registers for both
   write_row_result<1, T, Plan>(args, {args.call, item, query + 8}, rows.inverse[1], output);
 }
+
 __device__ inline void write_lses(const ForwardArguments& args, const ForwardItem& item, int query,
                                   const RowsResult& rows) {
 #pragma unroll

@@ -75,7 +75,7 @@ struct ForwardScores {
         if (column(i) >= call.keys - own) scores[i] = -infinity<float>();
       return;
     }
-    KeyRange keys[2] = {item.limits.of_query(query), item.limits.of_query(query + 8)};
+    ElementRange keys[2] = {item.limits.of_query(query), item.limits.of_query(query + 8)};
     const bool segments = kind == ForwardKind::general && call.key_segments;
     const bool known = segments && item.segments.known;
     if (known) {
