@@ -21,53 +21,47 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size, se
   using Plan = BackwardPlan<size>;
   constexpr unsigned tile_bytes = sizeof(T) * Plan::queries * size, key_bytes = sizeof(T) * Plan::keys * size;
   constexpr unsigned number_bytes = sizeof shared.numbers[0];
-  SlotPlace<BackwardCode::ticket_slots> ticket_place;
+  SlotPlace<BackwardCode::work_slots> work_place;
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned key_parity = 0;
   wait_for_last_kernel();  // which writes the numbers of queries
-  for (;; ticket_place.advance()) {
-    const unsigned ticket = take(call.counter);
-    shared.ticket_empty[ticket_place.slot].wait(ticket_place.parity ^ 1);
-    shared.tickets[ticket_place.slot] = ticket;
-    shared.ticket_full[ticket_place.slot].arrive();
-    if (ticket >= call.pieces) return;
-    const typename Shared::Work work(call, ticket);
-    if (work.tiles.length() == 0) continue;
-    bool first = true;
-    for (int i = 0; i < call.group; i++) {
-      const int head = work.key_head * call.group + i;
-      const float* numbers =
-          call.numbers + (int64_t(work.batch) * call.heads + head) * call.query_tiles * (2 * Plan::queries);
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-        if (first) {
-          shared.key_empty.wait(key_parity ^ 1);
-          shared.key_full.arrive_expecting(key_bytes);
-          copy_tile<size, Plan::keys>(shared.key, call.key, work.key_head, work.block * Plan::keys, work.batch,
-                                      shared.key_full);
-        }
-        shared.query_empty[query.slot].wait(query.parity ^ 1);
-        Barrier& full = shared.query_full[query.slot];
-        full.arrive_expecting(tile_bytes + number_bytes);
-        copy_tile<size, Plan::queries>(shared.query[query.slot], call.query, head, tile * Plan::queries, work.batch,
-                                       full);
-        copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * Plan::queries), number_bytes, full);
-        query.advance();
-        if (first) {
-          shared.value_empty.wait(key_parity ^ 1);
-          shared.value_full.arrive_expecting(key_bytes);
-          copy_tile<size, Plan::keys>(shared.value, call.value, work.key_head, work.block * Plan::keys, work.batch,
-                                      shared.value_full);
-          key_parity ^= 1;
-          first = false;
-        }
-        shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
-        Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
-        cotangent_full.arrive_expecting(tile_bytes);
-        copy_tile<size, Plan::queries>(shared.cotangent[cotangent.slot], call.cotangent, head, tile * Plan::queries,
-                                       work.batch, cotangent_full);
-        cotangent.advance();
+  for (;; work_place.advance()) {
+    const unsigned piece = take(call.counter);
+    shared.work_empty[work_place.slot].wait(work_place.parity ^ 1);
+    typename Shared::Work& work = shared.works[work_place.slot];
+    work.set(call, piece);
+    shared.work_full[work_place.slot].arrive();
+    if (!work.there) return;
+    const float* numbers = call.numbers + (int64_t(work.batch) * call.heads + work.head) * call.query_tiles * (2 * Plan::queries);
+    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      const bool first = tile == work.tiles.begin;
+      if (first) {
+        shared.key_empty.wait(key_parity ^ 1);
+        shared.key_full.arrive_expecting(key_bytes);
+        copy_tile<size, Plan::keys>(shared.key, call.key, work.key_head, work.block * Plan::keys, work.batch,
+                                    shared.key_full);
       }
+      shared.query_empty[query.slot].wait(query.parity ^ 1);
+      Barrier& full = shared.query_full[query.slot];
+      full.arrive_expecting(tile_bytes + number_bytes);
+      copy_tile<size, Plan::queries>(shared.query[query.slot], call.query, work.head, tile * Plan::queries, work.batch,
+                                     full);
+      copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * Plan::queries), number_bytes, full);
+      query.advance();
+      if (first) {
+        shared.value_empty.wait(key_parity ^ 1);
+        shared.value_full.arrive_expecting(key_bytes);
+        copy_tile<size, Plan::keys>(shared.value, call.value, work.key_head, work.block * Plan::keys, work.batch,
+                                    shared.value_full);
+        key_parity ^= 1;
+      }
+      shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
+      Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
+      cotangent_full.arrive_expecting(tile_bytes);
+      copy_tile<size, Plan::queries>(shared.cotangent[cotangent.slot], call.cotangent, work.head,
+                                     tile * Plan::queries, work.batch, cotangent_full);
+      cotangent.advance();
     }
   }
 }
@@ -81,37 +75,35 @@ __device__ void wait_for_turns(const BackwardCall& call, Shared& shared) {
   static_assert(BackwardCode::groups == 2);
   const uint32_t turns = shared_address(&shared.turns);
   unsigned tiles = 0;
-  for_pieces<false>(call, shared, [&](const auto& work) {
-    for (int i = 0; i < call.group; i++) {
-      const int2* next = call.ends + work.head(call, i) * call.key_blocks + work.block + 1;
-      int end = 0;  // of the tiles that the next block has added to
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-        while (work.tiles_of_next.has(tile) && end <= tile) {
-          const int2 of_groups = load_acquired(next);
-          end = min(of_groups.x, of_groups.y);
-        }
-        asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(turns), "r"(++tiles) : "memory");
+  for_pieces<false>(shared, [&](const auto& work) {
+    const int2* next = call.ends + int64_t(work.turn) * call.key_blocks + work.block + 1;
+    int end = 0;  // of the tiles that the next block has added to
+    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      while (work.tiles_of_next.has(tile) && end <= tile) {
+        const int2 of_groups = load_acquired(next);
+        end = min(of_groups.x, of_groups.y);
       }
+      asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(turns), "r"(++tiles) : "memory");
     }
   });
 }
 
-// Clears sums, if the order of additions does not matter. With each piece of work, a part of those of a key head whose
-// turn comes later, so that they are still in the cache then. It takes a warp, and no time.
+// Clears sums, if the order of additions does not matter. With each piece of work, a part of those of a head whose turn
+// comes later, so that they are still in the cache then. It takes a warp, and no time.
 template <int size, class Shared>
 __device__ void clear_sums(const BackwardCall& call, Shared& shared, unsigned rank = 0) {
   using Plan = BackwardPlan<size>;
-  const int64_t of_head = int64_t(call.group) * call.query_tiles * (Plan::queries * size) / 4;
+  const int64_t of_head = int64_t(call.query_tiles) * (Plan::queries * size) / 4;
   const int parts = call.key_blocks * Plan::blocks;
   const int64_t part = (of_head + parts - 1) / parts;
-  for_pieces<true>(call, shared, [&](const auto& work) {
-    const int head = work.batch * call.key_heads + work.key_head + call.cleared_ahead;
-    if (head >= call.batch * call.key_heads) return;
-    auto* const sums = reinterpret_cast<float4*>(call.sums) + head * of_head;
+  for_pieces<true>(shared, [&](const auto& work) {
+    const int turn = work.turn + call.cleared_ahead;
+    if (turn >= call.batch * call.heads) return;
+    auto* const sums = reinterpret_cast<float4*>(call.sums) + turn * of_head;
     const int64_t begin = (int64_t(work.block) * Plan::blocks + rank) * part, end = min(begin + part, of_head);
     for (int64_t i = begin + threadIdx.x % 32; i < end; i += 32) sums[i] = float4{};
     __syncwarp();
-    if (threadIdx.x % 32 == 0) add_released(call.cleared + head, 1);
+    if (threadIdx.x % 32 == 0) add_released(call.cleared + turn, 1);
   });
 }
 
@@ -123,68 +115,81 @@ __device__ inline void wait_for_count(const unsigned* counter, unsigned number) 
 // Waits until the sums of a piece of work have been cleared, so that any order of additions will do.
 template <class Work>
 __device__ void wait_for_zeros(const BackwardCall& call, const Work& work) {
-  const int key_head = work.batch * call.key_heads + work.key_head;
-  if (key_head < call.cleared_ahead) return;
-  wait_for_count(call.cleared + key_head, call.key_blocks * Work::Plan::blocks);
+  if (work.turn < call.cleared_ahead) return;
+  wait_for_count(call.cleared + work.turn, call.key_blocks * Work::Plan::blocks);
   asm volatile("fence.proxy.async.global;" ::: "memory");  // threads have stored zeros, and copies add to them
 }
 
 // Says of a piece of work that `parts` of its additions are complete, of BackwardPlan::added_parts.
 template <class Work>
 __device__ void count_as_added(const BackwardCall& call, const Work& work, unsigned parts) {
-  add_released(call.added + work.batch * call.key_heads + work.key_head, parts);
+  add_released(call.added + work.turn, parts);
 }
 
-// Adds what a warp group has of the gradient by queries to the sums.
-template <class T, int size, bool segmented>
+// Adds what a warp group has of the gradient by queries to the sums. If the gradients by keys and values are `staged`, it
+// also stores those that the warp group leaves in shared memory at the end of a piece of work.
+template <bool staged, class T, int size, bool segmented>
 __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segmented>& shared, int group) {
   using Plan = BackwardPlan<size>;
   using Shared = BackwardShared<T, size, segmented>;
   const uint32_t turns = shared_address(&shared.turns);
   unsigned parity = 0, tiles = 0;
-  for_pieces<false>(call, shared, [&](const auto& work) {
+  auto let_go = [&] {
+    commit_stores();
+    wait_for_reads_of_stores();
+    shared.sum_empty[group].arrive();
+    parity ^= 1;
+  };
+  for_pieces<false>(shared, [&](const auto& work) {
     if (!call.deterministic) wait_for_zeros(call, work);
-    for (int i = 0; i < call.group; i++) {
-      const int64_t head = work.head(call, i);
-      float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::sum;
-      int* const end = reinterpret_cast<int*>(call.ends + head * call.key_blocks + work.block) + group;
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-        tiles++;
-        unsigned turn = tiles;
-        if (call.deterministic) {
-          do asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(turn) : "r"(turns) : "memory");
-          while (static_cast<int>(turn - tiles) < 0);
-        }
-        shared.sum_full[group].wait(parity);
-        float* const to = sums + int64_t(tile) * Shared::tile;
-        constexpr unsigned bytes = Shared::sum * sizeof(float);
-        // Where the order matters, the first block stores, and there need not be zeros before.
-        if (call.deterministic && !work.tiles_of_next.has(tile)) store_floats(to, shared.sums[group], bytes);
-        else add_floats(to, shared.sums[group], bytes);
-        commit_stores();
-        wait_for_reads_of_stores();
-        shared.sum_empty[group].arrive();
-        parity ^= 1;
-        if (call.deterministic) {
-          // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
-          constexpr int of_signal = Plan::tiles_of_signal;
-          if ((tile - work.tiles.begin) % of_signal == of_signal - 1 || tile + 1 == work.tiles.end) {
-            wait_for_stores();
-            store_released(end, tile + 1);
-          }
+    const int64_t turn_of_head = work.turn;
+    float* const sums = call.sums + turn_of_head * call.query_tiles * Shared::tile + group * Shared::sum;
+    int* const end = reinterpret_cast<int*>(call.ends + turn_of_head * call.key_blocks + work.block) + group;
+    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      tiles++;
+      unsigned turn = tiles;
+      if (call.deterministic) {
+        do asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(turn) : "r"(turns) : "memory");
+        while (static_cast<int>(turn - tiles) < 0);
+      }
+      shared.sum_full[group].wait(parity);
+      float* const to = sums + int64_t(tile) * Shared::tile;
+      constexpr unsigned bytes = Shared::sum * sizeof(float);
+      // Where the order matters, the first block stores, and there need not be zeros before.
+      if (call.deterministic && !work.tiles_of_next.has(tile)) store_floats(to, shared.sums[group], bytes);
+      else add_floats(to, shared.sums[group], bytes);
+      let_go();
+      if (call.deterministic) {
+        // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
+        constexpr int of_signal = Plan::tiles_of_signal;
+        if ((tile - work.tiles.begin) % of_signal == of_signal - 1 || tile + 1 == work.tiles.end) {
+          wait_for_stores();
+          store_released(end, tile + 1);
         }
       }
     }
     wait_for_stores();
     count_as_added(call, work, 1);
+    if (staged && work.last_of_group(call)) {
+      shared.sum_full[group].wait(parity);
+      const int first_key = work.block * Plan::keys + group * 64;
+#pragma unroll
+      for (int box = 0; box < Shared::boxes; box++) {
+        const BoxPlace to{box * 64, work.key_head, first_key, work.batch};
+        store_box(call.key_result, to, shared.key_stage(group) + box * Shared::stage_box);
+        store_box(call.value_result, to, shared.value_stage[group] + box * Shared::stage_box);
+      }
+      let_go();
+    }
   });
+  wait_for_stores();
 }
 
-// Waits until all blocks of keys of a key head have added what they have. All threads of a block call it.
+// Waits until all blocks of keys have added what they have for a head. All threads of a block call it.
 template <int size>
-__device__ void wait_for_sums(const BackwardCall& call, int batch, int key_head) {
+__device__ void wait_for_sums(const BackwardCall& call, int turn) {
   if (threadIdx.x == 0)
-    wait_for_count(call.added + batch * call.key_heads + key_head, BackwardPlan<size>::added_parts * call.key_blocks);
+    wait_for_count(call.added + turn, BackwardPlan<size>::added_parts * call.key_blocks);
   __syncthreads();
 }
 

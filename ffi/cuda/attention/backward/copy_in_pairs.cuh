@@ -15,29 +15,27 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, segmented>
   constexpr int size = Pair::size, half = Pair::half, queries = Pair::queries, keys = Pair::keys;
   constexpr unsigned tile_bytes = sizeof(T) * queries * size, key_bytes = sizeof(T) * keys * size;
   constexpr unsigned number_bytes = sizeof shared.numbers[0];
-  SlotPlace<Pair::ticket_slots> ticket_place;
+  SlotPlace<Pair::work_slots> work_place;
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned key_parity = 0;
   wait_for_last_kernel();  // which writes the numbers of queries
-  for (;; ticket_place.advance()) {
-    // The first block takes tickets, and sends them to the second.
-    unsigned ticket;
-    Barrier& ticket_full = shared.ticket_full[ticket_place.slot];
+  for (;; work_place.advance()) {
+    // The first block takes work, and sends it to the second.
+    typename Pair::Work& work = shared.works[work_place.slot];
+    Barrier& work_full = shared.work_full[work_place.slot];
     if (rank == 0) {
-      ticket = take(call.counter);
-      shared.ticket_empty[ticket_place.slot].wait(ticket_place.parity ^ 1);
-      shared.tickets[ticket_place.slot] = ticket;
-      ticket_full.arrive();
-      send(ticket, &shared.tickets[ticket_place.slot], ticket_full, 1);
+      const unsigned piece = take(call.counter);
+      shared.work_empty[work_place.slot].wait(work_place.parity ^ 1);
+      work.set(call, piece);
+      work_full.arrive();
+      send(work, &work, work_full, 1);
     } else {
-      ticket_full.arrive_expecting(sizeof ticket);
-      ticket_full.wait(ticket_place.parity);
-      ticket = *static_cast<volatile unsigned*>(&shared.tickets[ticket_place.slot]);
-      shared.ticket_empty[ticket_place.slot].arrive_in(0);
+      work_full.arrive_expecting(sizeof work);
+      work_full.wait(work_place.parity);
+      shared.work_empty[work_place.slot].arrive_in(0);
     }
-    if (ticket >= call.pieces) return;
-    const typename Pair::Work work(call, ticket);
+    if (!work.there) return;
     if (work.tiles.length() == 0) continue;
     const int own = work.block * Plan::keys + rank * keys, other = work.block * Plan::keys + other_block(rank) * keys;
 #pragma unroll
@@ -45,40 +43,36 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, segmented>
       prefetch_box(call.key, {column, work.key_head, own, work.batch});
       prefetch_box(call.value, {column, work.key_head, own, work.batch});
     }
-    bool first = true;
-    for (int i = 0; i < call.group; i++) {
-      const int head = work.key_head * call.group + i;
-      const float* numbers = call.numbers + work.head(call, i) * call.query_tiles * (2 * queries);
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-        shared.query_empty[query.slot].wait(query.parity ^ 1);
-        Barrier& full = shared.query_full[query.slot];
-        full.arrive_expecting(tile_bytes + number_bytes);
-        copy_tile<size, queries>(shared.query[query.slot], call.query, head, tile * queries, work.batch, full);
-        copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * queries), number_bytes, full);
-        query.advance();
-        if (first) {
-          shared.value_empty.wait(key_parity ^ 1);
-          shared.value_full.arrive_expecting(key_bytes);
-          copy_tile<size, keys>(shared.value, call.value, work.key_head, own, work.batch, shared.value_full);
-        }
-        shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
-        Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
-        cotangent_full.arrive_expecting(tile_bytes);
-        copy_tile<size, queries>(shared.cotangent[cotangent.slot], call.cotangent, head, tile * queries, work.batch,
-                                 cotangent_full);
-        cotangent.advance();
-        // Keys come last, as what takes the longest is to multiply the last slopes with the keys before.
-        if (first) {
-          first = false;
-          shared.key_empty.wait(key_parity ^ 1);
-          shared.key_full.arrive_expecting(key_bytes + key_bytes / 2);
-          copy_tile<size, keys>(shared.key, call.key, work.key_head, own, work.batch, shared.key_full);
+    const float* numbers = call.numbers + (int64_t(work.batch) * call.heads + work.head) * call.query_tiles * (2 * queries);
+    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      const bool first = tile == work.tiles.begin;
+      shared.query_empty[query.slot].wait(query.parity ^ 1);
+      Barrier& full = shared.query_full[query.slot];
+      full.arrive_expecting(tile_bytes + number_bytes);
+      copy_tile<size, queries>(shared.query[query.slot], call.query, work.head, tile * queries, work.batch, full);
+      copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * queries), number_bytes, full);
+      query.advance();
+      if (first) {
+        shared.value_empty.wait(key_parity ^ 1);
+        shared.value_full.arrive_expecting(key_bytes);
+        copy_tile<size, keys>(shared.value, call.value, work.key_head, own, work.batch, shared.value_full);
+      }
+      shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
+      Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
+      cotangent_full.arrive_expecting(tile_bytes);
+      copy_tile<size, queries>(shared.cotangent[cotangent.slot], call.cotangent, work.head, tile * queries, work.batch,
+                               cotangent_full);
+      cotangent.advance();
+      // Keys come last, as what takes the longest is to multiply the last slopes with the keys before.
+      if (first) {
+        shared.key_empty.wait(key_parity ^ 1);
+        shared.key_full.arrive_expecting(key_bytes + key_bytes / 2);
+        copy_tile<size, keys>(shared.key, call.key, work.key_head, own, work.batch, shared.key_full);
 #pragma unroll
-          for (int column = 0; column < half; column += 64)
-            copy_box(shared.other_key + column * keys, call.key,
-                     {static_cast<int>(rank * half + column), work.key_head, other, work.batch}, shared.key_full);
-          key_parity ^= 1;
-        }
+        for (int column = 0; column < half; column += 64)
+          copy_box(shared.other_key + column * keys, call.key,
+                   {static_cast<int>(rank * half + column), work.key_head, other, work.batch}, shared.key_full);
+        key_parity ^= 1;
       }
     }
   }
@@ -90,8 +84,8 @@ __device__ void send_slopes(const BackwardCall& call, BackwardPair<T, segmented>
   SlotPlace<BackwardPair<T, segmented>::slope_slots> slopes;
   unsigned parity = 0;
   Barrier* last_empty = nullptr;
-  for_pieces<false>(call, shared, [&](const auto& work) {
-    for (int step = work.tiles.length() * call.group; step > 0; step--) {
+  for_pieces<false>(shared, [&](const auto& work) {
+    for (int step = work.tiles.length(); step > 0; step--) {
       shared.slopes_full[slopes.slot].wait(slopes.parity);
       // The other block no longer needs the slopes that it got before. So they have been read here as well.
       shared.other_slopes_empty.wait(parity ^ 1);
@@ -109,9 +103,8 @@ __device__ void send_slopes(const BackwardCall& call, BackwardPair<T, segmented>
 
 // The sums of one part of the block's columns: of the first tile of a head, and then one for each tile.
 template <class Pair>
-__device__ float* sums_of_part(const BackwardCall& call, const typename Pair::Work& work, int of_group,
-                               unsigned rank, int part) {
-  return call.sums + work.head(call, of_group) * call.query_tiles * Pair::sum_tile +
+__device__ float* sums_of_part(const BackwardCall& call, const typename Pair::Work& work, unsigned rank, int part) {
+  return call.sums + int64_t(work.turn) * call.query_tiles * Pair::sum_tile +
          (rank * Pair::parts + part) * Pair::sum;
 }
 
@@ -120,21 +113,19 @@ template <class T, bool segmented>
 __device__ void add_sums(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank) {
   using Pair = BackwardPair<T, segmented>;
   unsigned parity = 0;
-  for_pieces<false>(call, shared, [&](const auto& work) {
+  for_pieces<false>(shared, [&](const auto& work) {
     wait_for_zeros(call, work);
-    for (int i = 0; i < call.group; i++) {
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
 #pragma unroll
-        for (int part = 0; part < Pair::parts; part++) {
-          shared.sum_full[part].wait(parity);
-          add_floats(sums_of_part<Pair>(call, work, i, rank, part) + int64_t(tile) * Pair::sum_tile, shared.sums,
-                     sizeof shared.sums);
-          commit_stores();
-          wait_for_reads_of_stores();
-          shared.sum_empty.arrive();
-        }
-        parity ^= 1;
+      for (int part = 0; part < Pair::parts; part++) {
+        shared.sum_full[part].wait(parity);
+        add_floats(sums_of_part<Pair>(call, work, rank, part) + int64_t(tile) * Pair::sum_tile, shared.sums,
+                   sizeof shared.sums);
+        commit_stores();
+        wait_for_reads_of_stores();
+        shared.sum_empty.arrive();
       }
+      parity ^= 1;
     }
     wait_for_stores();
     count_as_added(call, work, Pair::parts);
@@ -149,27 +140,25 @@ __device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T, segm
   using Pair = BackwardPair<T, segmented>;
   constexpr int parts = Pair::parts * Pair::Plan::blocks;
   unsigned parity = 0;
-  for_pieces<false>(call, shared, [&](const auto& work) {
-    for (int i = 0; i < call.group; i++) {
-      float* const sums = sums_of_part<Pair>(call, work, i, rank, part);
-      int* const end = reinterpret_cast<int*>(call.ends) + (work.head(call, i) * call.key_blocks + work.block) * parts +
-                       rank * Pair::parts + part;
-      int end_of_next = 0;  // of the tiles that the next block of keys has added to
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-        const bool first = !work.tiles_of_next.has(tile);
-        while (!first && end_of_next <= tile) end_of_next = load_acquired(end + parts);
-        shared.sum_full[part].wait(parity);
-        parity ^= 1;
-        float* const to = sums + int64_t(tile) * Pair::sum_tile;
-        // There need not be zeros before.
-        if (first) store_floats(to, shared.sums, sizeof shared.sums);
-        else add_floats(to, shared.sums, sizeof shared.sums);
-        commit_stores();
-        wait_for_reads_of_stores();
-        shared.sum_empty.arrive();
-        wait_for_stores();
-        store_released(end, tile + 1);
-      }
+  for_pieces<false>(shared, [&](const auto& work) {
+    float* const sums = sums_of_part<Pair>(call, work, rank, part);
+    int* const end = reinterpret_cast<int*>(call.ends) +
+                     (int64_t(work.turn) * call.key_blocks + work.block) * parts + rank * Pair::parts + part;
+    int end_of_next = 0;  // of the tiles that the next block of keys has added to
+    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      const bool first = !work.tiles_of_next.has(tile);
+      while (!first && end_of_next <= tile) end_of_next = load_acquired(end + parts);
+      shared.sum_full[part].wait(parity);
+      parity ^= 1;
+      float* const to = sums + int64_t(tile) * Pair::sum_tile;
+      // There need not be zeros before.
+      if (first) store_floats(to, shared.sums, sizeof shared.sums);
+      else add_floats(to, shared.sums, sizeof shared.sums);
+      commit_stores();
+      wait_for_reads_of_stores();
+      shared.sum_empty.arrive();
+      wait_for_stores();
+      store_released(end, tile + 1);
     }
     count_as_added(call, work, 1);
   });

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
         clear_sums<size>(call, shared);
       } else if (threadIdx.x % 32 == 0) {
         if (warp == 0) bring_tiles(call, shared);
-        else if (warp <= BackwardCode::groups) add_sums(call, shared, warp - 1);
+        else if (warp <= BackwardCode::groups) add_sums<!wide>(call, shared, warp - 1);
         else wait_for_turns(call, shared);
       }
     } else {
@@ -131,9 +131,16 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   if (auto e = of_queries(&call.cotangent, gradients.cotangent)) return e;
   if (auto e = of_keys(&call.key, given.key)) return e;
   if (auto e = of_keys(&call.value, given.value)) return e;
+  if (Plan::blocks == 1 && !gradients.wide) {
+    auto of_results = [&](CUtensorMap* map, const void* data) {
+      return describe(map, {data, type, given.batch, given.keys, given.key_heads, given.size}, 64);
+    };
+    if (auto e = of_results(&call.key_result, gradients.key)) return e;
+    if (auto e = of_results(&call.value_result, gradients.value)) return e;
+  }
   const BackwardSpace<size> space(given.batch, given.queries, given.keys, given.heads, given.key_heads,
                                   given.query_segments);
-  const int64_t tiles = space.heads * space.query_tiles, pieces = space.key_heads * space.key_blocks;
+  const int64_t tiles = space.heads * space.query_tiles, pieces = space.heads * space.key_blocks;
   if (tiles > INT32_MAX || pieces > INT32_MAX - 1024) return cudaErrorInvalidValue;
   if (given.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
   call.query_tiles = static_cast<int>(space.query_tiles), call.key_blocks = static_cast<int>(space.key_blocks);
@@ -146,17 +153,19 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   auto* place = static_cast<unsigned char*>(given.workspace);
   auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
   call.counter = reinterpret_cast<unsigned long long*>(take(space.counter));
-  call.added = reinterpret_cast<unsigned*>(take(space.key_heads * sizeof(unsigned)));
-  call.cleared = reinterpret_cast<unsigned*>(take(space.key_heads * sizeof(unsigned)));
+  call.added = reinterpret_cast<unsigned*>(take(space.of_heads));
+  call.cleared = reinterpret_cast<unsigned*>(take(space.of_heads));
   call.ends = reinterpret_cast<int2*>(take(space.ends));
+  call.summed = reinterpret_cast<unsigned*>(take(space.summed));
   place = static_cast<unsigned char*>(given.workspace) + space.counts;
   call.sums = reinterpret_cast<float*>(take(space.sums));
   call.numbers = reinterpret_cast<float*>(take(space.numbers));
-  // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a key
-  // head while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
-  const int64_t ahead = std::min<int64_t>(call.processors / Plan::blocks / call.key_blocks + 2, space.key_heads);
+  call.group_sums = reinterpret_cast<float*>(take(space.group_sums));
+  // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a head
+  // while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
+  const int64_t ahead = std::min<int64_t>(call.processors / Plan::blocks / call.key_blocks + 2, space.heads);
   call.cleared_ahead = static_cast<int>(ahead);
-  const int64_t now = call.deterministic ? 0 : space.sums / space.key_heads * ahead;
+  const int64_t now = call.deterministic ? 0 : space.sums / space.heads * ahead;
   if (auto e = cudaMemsetAsync(given.workspace, 0, space.counts + now, stream)) return e;
   if (!given.query_segments) return cudaSuccess;
   call.query_segments = {given.query_segments, given.segment_steps[0], given.queries};

@@ -1,6 +1,8 @@
 // The warp groups that multiply, of the backward kernel. Each has 64 keys of the block.
 #pragma once
 
+#include "../stage.cuh"
+#include "group.cuh"
 #include "plan.cuh"
 #include "scores.cuh"
 #include "work.cuh"
@@ -89,10 +91,10 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
   using Shared = BackwardShared<T, size, segmented>;
   constexpr int queries = Plan::queries, count = queries / 2;  // numbers of a thread, of a tile of scores
   constexpr int sum_queries = Shared::sum_queries;
-  static_assert(Shared::boxes <= BackwardCode::groups && (Plan::slopes_in_registers || !Plan::sums_later));
+  static_assert(Shared::boxes <= BackwardCode::groups);
   constexpr int box_row = 128;
   const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
-  [[maybe_unused]] const NamedBarrier own_slopes_written{1 + group, kWarpGroup};
+  const NamedBarrier all{1 + group, kWarpGroup};  // of the warp group
 
   const auto keys = summed_along_rows(shared.key) + group * (64 * box_row);
   const auto values = summed_along_rows(shared.value) + group * (64 * box_row);
@@ -105,9 +107,9 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
   SlotPlace<Plan::cotangent_slots> cotangent;
   SlotPlace<2> slopes_at, sums_at;  // where slopes are stored next, and multiplied with keys
   unsigned key_parity = 0, sum_parity = 0;
-  for_pieces<true>(call, shared, [&](const auto& work) {
+  for_pieces<true>(shared, [&](const auto& work) {
     const int first_key = work.block * Plan::keys + group * 64;
-    const int steps = work.tiles.length() * call.group;
+    const int steps = work.tiles.length();
     float of_keys[size / 2] = {}, of_values[size / 2] = {};  // the gradients
     [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
     float scores[count];  // and then weights
@@ -134,7 +136,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
     // From the scores of a tile, which are complete, to its slopes.
     auto begin_tile = [&] {
       limit_scores<kind>(scores, growth, call, work, tile, first_key);
-      if (++tile == work.tiles.end) tile = work.tiles.begin;
+      tile++;
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
       // A warp that issues a product stands still while the tensor cores are busy. So exponentials run beside products
       // only if they stand between their instructions. The compiler moves them there, if no wait and no branch is in
@@ -161,11 +163,10 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       add_values(last, queries);
       slope<kind>(slopes, scores, growth, numbers + queries);
       round_to<T>(rounded, slopes);
-      if constexpr (Plan::sums_later) shared.slopes_empty[slopes_at.slot].wait(slopes_at.parity ^ 1);
+      shared.slopes_empty[slopes_at.slot].wait(slopes_at.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < count / 8; i++)
         store_turned(slopes_of_lane + slopes_at.slot * (Shared::slope_tile * 2) + i * (16 * box_row), rounded[i]);
-      if constexpr (!Plan::sums_later) show_slopes();
     };
     // Begins the products of keys, and the slopes that both groups have stored.
     auto multiply_slopes = [&](float (&sums)[sum_queries / 2]) {
@@ -180,7 +181,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       commit_products();
     };
     auto hand_over = [&](const float (&sums)[sum_queries / 2]) {
-      if constexpr (Plan::sums_later) shared.slopes_empty[sums_at.slot].arrive_as_warp();
+      shared.slopes_empty[sums_at.slot].arrive_as_warp();
       sums_at.advance();
       shared.sum_empty[group].wait(sum_parity ^ 1);
       sum_parity ^= 1;
@@ -188,21 +189,11 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       show_to_copies();
       shared.sum_full[group].arrive_as_warp();
     };
-    // The products of slopes. Those for the gradient by queries need the slopes of the other group as well. So they
-    // come last, or those of the tile before are taken, if there is one. Thus the groups need not go in step, and while
-    // one is at its exponentials, the other can multiply. If there are `more` tiles, the scores of the next one are
-    // multiplied too.
-    auto end_tile = [&](auto has_more, auto has_before) {
-      constexpr bool more = decltype(has_more)::value, before = decltype(has_before)::value;
-      constexpr bool later = Plan::sums_later;
-      float sums[sum_queries / 2];
-      if constexpr (later && before) multiply_slopes(sums);
+    auto multiply_queries = [&] {
       const auto queries_turned = summed_over_rows(shared.query[query.slot], queries).anew();
       [[maybe_unused]] const auto own_slopes =
           (summed_over_rows(shared.slopes[slopes_at.slot], queries) + group * (queries * box_row)).anew();
-      const unsigned query_slot = query.slot;
-      query.advance();
-      if constexpr (!Plan::slopes_in_registers) own_slopes_written.wait();
+      if constexpr (!Plan::slopes_in_registers) all.wait();
       begin_products();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) {
@@ -212,19 +203,41 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
           multiply<T>(of_keys, own_slopes + k * box_row, queries_turned + k * box_row, true);
       }
       commit_products();
-      if constexpr (more) multiply_scores();
-      if constexpr (later) show_slopes();  // which takes a while, and has time until the next tile
+    };
+    // The products of slopes. Those for the gradient by queries need the slopes of the other group as well, so those of
+    // the tile before are taken, if there is one: the groups need not go in step, and while one is at its exponentials,
+    // the other can multiply. If there are `more` tiles, the scores of the next one are multiplied too. Which of the
+    // orders is the faster was measured.
+    auto end_tile = [&](auto has_more, auto has_before) {
+      constexpr bool more = decltype(has_more)::value, before = decltype(has_before)::value;
+      float sums[sum_queries / 2];
+      const unsigned query_slot = query.slot;
+      auto release = [&] {
+        shared.cotangent_empty[cotangent.slot].arrive_as_warp();
+        cotangent.advance();
+        shared.query_empty[query_slot].arrive_as_warp();
+        if constexpr (!more) shared.value_empty.arrive_as_warp();
+        if constexpr (before) hand_over(sums);
+      };
+      if constexpr (Plan::slopes_in_registers) {
+        if constexpr (before) multiply_slopes(sums);
+        multiply_queries();
+        query.advance();
+        if constexpr (more) multiply_scores();
+        show_slopes();  // which takes a while, and has time until the next tile
+        wait_for_products<more>(sums, of_values, weights, of_keys, rounded);
+        release();
+        if constexpr (more) wait_for_products<0>(scores);
+      } else {
+        show_slopes();
+        multiply_queries();
+        query.advance();
+        if constexpr (more) multiply_scores();
+        if constexpr (before) multiply_slopes(sums);
+        wait_for_products<0>(sums, of_values, weights, of_keys, scores);
+        release();
+      }
       slopes_at.advance();
-      if constexpr (!later) multiply_slopes(sums);
-
-      if constexpr (later) wait_for_products<more>(sums, of_values, weights, of_keys, rounded);
-      else wait_for_products<0>(sums, of_values, weights, of_keys, scores);
-      shared.cotangent_empty[cotangent.slot].arrive_as_warp();
-      cotangent.advance();
-      shared.query_empty[query_slot].arrive_as_warp();
-      if constexpr (!more) shared.value_empty.arrive_as_warp();
-      if constexpr (!later || before) hand_over(sums);
-      if constexpr (later && more) wait_for_products<0>(scores);
     };
     if (steps > 0) {
       shared.key_full.wait(key_parity);
@@ -233,35 +246,41 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       key_parity ^= 1;
       wait_for_products<0>(scores);
       begin_tile();
-      if constexpr (!Plan::sums_later) {
-        for (int step = 1; step < steps; step++) {
+      if (steps == 1) {
+        end_tile(std::false_type(), std::false_type());
+      } else {
+        end_tile(std::true_type(), std::false_type());
+        begin_tile();
+        for (int step = 2; step < steps; step++) {
           end_tile(std::true_type(), std::true_type());
           begin_tile();
         }
         end_tile(std::false_type(), std::true_type());
-      } else {
-        if (steps == 1) {
-          end_tile(std::false_type(), std::false_type());
-        } else {
-          end_tile(std::true_type(), std::false_type());
-          begin_tile();
-          for (int step = 2; step < steps; step++) {
-            end_tile(std::true_type(), std::true_type());
-            begin_tile();
-          }
-          end_tile(std::false_type(), std::true_type());
-        }
-        float sums[sum_queries / 2];
-        multiply_slopes(sums);
-        wait_for_products<0>(sums);
-        hand_over(sums);
       }
+      float sums[sum_queries / 2];
+      multiply_slopes(sums);
+      wait_for_products<0>(sums);
+      hand_over(sums);
       shared.key_empty.arrive_as_warp();
+      if (!add_to_group(call, work, group, all, of_keys, of_values)) return;
+    } else if (!work.last_of_group(call)) {
+      return;
     }
-    if (!wide || steps > 0 || !call.adds_key)
-      write_gradient<wide, T, size>(call.key_gradient, call.adds_key, call, work, first_key, of_keys, call.scale);
-    if (!wide || steps > 0 || !call.adds_value)
-      write_gradient<wide, T, size>(call.value_gradient, call.adds_value, call, work, first_key, of_values, 1.f);
+    if constexpr (wide) {
+      if (steps > 0 || !call.adds_key)
+        write_gradient<wide, T, size>(call.key_gradient, call.adds_key, call, work, first_key, of_keys, call.scale);
+      if (steps > 0 || !call.adds_value)
+        write_gradient<wide, T, size>(call.value_gradient, call.adds_value, call, work, first_key, of_values, 1.f);
+    } else {
+      // What the last piece left there has been read if a sum has been handed over since.
+      if (steps == 0) shared.sum_empty[group].wait(sum_parity ^ 1);
+      stage_rows<T, size>(shared.value_stage[group], [&](int i) { return of_values[i]; });
+      shared.sum_empty[group].wait(sum_parity ^ 1);
+      sum_parity ^= 1;
+      stage_rows<T, size>(shared.key_stage(group), [&](int i) { return of_keys[i] * call.scale; });
+      show_to_copies();
+      shared.sum_full[group].arrive_as_warp();
+    }
   });
 }
 

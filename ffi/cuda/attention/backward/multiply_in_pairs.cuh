@@ -64,8 +64,8 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, segmen
     show_to_copies();
     shared.sum_full[part].arrive_as_warp();
   };
-  for_pieces<true>(call, shared, [&](const auto& work) {
-    const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.tiles.length() * call.group;
+  for_pieces<true>(shared, [&](const auto& work) {
+    const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.tiles.length();
     if (steps == 0) return;
     shared.key_full.wait(key_parity);
     float scores[count], slopes[count], sums[2 * count];
@@ -90,7 +90,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, segmen
         shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
       }
       limit_scores<kind>(scores, growth, call, work, tile, first_key);
-      if (++tile == work.tiles.end) tile = work.tiles.begin;
+      tile++;
       // Exponentials run beside these products, and slopes beside those below, as they stand between their instructions
       // (see multiply.cuh).
       if constexpr (last) multiply_own_slopes(sums);
@@ -154,10 +154,11 @@ struct PairGradient {
   // In f32 if it is `wide`, where it is added to what is there if it `adds`.
   template <bool wide>
   __device__ void sum(const BackwardCall& call, const typename Pair::Work& work, unsigned rank, void* gradient,
-                      float factor, bool adds) {
-    if (wide && adds && work.tiles.length() == 0) return;
+                      float factor, bool adds, int number) {
+    const bool any = work.tiles.length() > 0;
+    if (!any && (!work.last_of_group(call) || (wide && adds))) return;
     float sums[2][Pair::half / 2] = {};
-    for (int i = work.tiles.length() * call.group; i > 0; i--) {
+    for (int i = work.tiles.length(); i > 0; i--) {
       right_full[of_right.slot].wait(of_right.parity);
       left_full[of_left.slot].wait(of_left.parity);
       const auto rows = summed_over_rows(left[of_left.slot], Pair::queries).anew();
@@ -177,6 +178,8 @@ struct PairGradient {
       right_empty[of_right.slot].arrive_as_warp();
       of_right.advance();
     }
+    const int part = rank * Pair::parts + number;
+    if (any && !add_to_group(call, work, part, {1 + warp_group(), kWarpGroup}, sums[0], sums[1])) return;
     const int first_key = work.block * Pair::Plan::keys + rank * Pair::keys;
 #pragma unroll
     for (int of = 0; of < 2; of++)
@@ -190,8 +193,8 @@ __device__ void multiply_values(const BackwardCall& call, BackwardPair<T, segmen
   PairGradient<T, segmented, 1, Pair::Plan::cotangent_slots> gradient{
       shared.weights,   shared.weights_full,   shared.weights_empty,
       shared.cotangent, shared.cotangent_full, shared.cotangent_empty};
-  for_pieces<true>(call, shared, [&](const auto& work) {
-    gradient.template sum<wide>(call, work, rank, call.value_gradient, 1.f, call.adds_value);
+  for_pieces<true>(shared, [&](const auto& work) {
+    gradient.template sum<wide>(call, work, rank, call.value_gradient, 1.f, call.adds_value, 0);
   });
 }
 
@@ -200,8 +203,8 @@ __device__ void multiply_keys(const BackwardCall& call, BackwardPair<T, segmente
   using Pair = BackwardPair<T, segmented>;
   PairGradient<T, segmented, Pair::slope_slots, Pair::Plan::query_slots> gradient{
       shared.slopes, shared.slopes_full, shared.slopes_empty, shared.query, shared.query_full, shared.query_empty};
-  for_pieces<true>(call, shared, [&](const auto& work) {
-    gradient.template sum<wide>(call, work, rank, call.key_gradient, call.scale, call.adds_key);
+  for_pieces<true>(shared, [&](const auto& work) {
+    gradient.template sum<wide>(call, work, rank, call.key_gradient, call.scale, call.adds_key, 1);
   });
 }
 

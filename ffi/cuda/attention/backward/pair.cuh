@@ -26,7 +26,7 @@ struct BackwardPair {
   static constexpr int groups = 3, threads = (groups + 1) * kWarpGroup;
   // Of a thread of the warp group for scores, of those that hold a gradient, and of the one that copies.
   static constexpr int score_registers = 168, gradient_registers = 160, copy_registers = 24;
-  static constexpr int ticket_slots = BackwardCode::ticket_slots, slope_slots = 2;
+  static constexpr int work_slots = BackwardCode::work_slots, slope_slots = 2;
   static constexpr int parts = 2;  // of 64 columns, of the block's part of the gradient by queries
   static constexpr int sum = queries * 64, sum_tile = queries * size;
   static constexpr int box_row = 128, box_bytes = 64 * box_row;
@@ -43,9 +43,9 @@ struct BackwardPair {
   alignas(1024) T other_slopes[queries * keys];                // the other block's
   alignas(128) float sums[sum];                                // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * queries];  // lse in base 2, then delta
-  unsigned tickets[ticket_slots];                                     // pieces of work
+  Work works[work_slots];
 
-  Barrier ticket_full[ticket_slots], ticket_empty[ticket_slots];  // the latter only of the first block, for both
+  Barrier work_full[work_slots], work_empty[work_slots];  // the latter only of the first block, for both
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
@@ -55,11 +55,11 @@ struct BackwardPair {
 
   __device__ void init(bool deterministic) {
     constexpr unsigned warps = 4 * Barrier::warp_arrivals;
-    for (auto& barrier : ticket_full) barrier.init(1);
+    for (auto& barrier : work_full) barrier.init(1);
     // Warps that multiply, threads that send slopes and add sums, perhaps a warp that clears sums, and the one that
     // brings tiles to the second block.
     const unsigned others = 1 + (deterministic ? parts : 1 + Barrier::warp_arrivals);
-    for (auto& barrier : ticket_empty) barrier.init(2 * (groups * warps + others) + 1);
+    for (auto& barrier : work_empty) barrier.init(2 * (groups * warps + others) + 1);
     key_full.init(1), key_empty.init(warps), value_full.init(1), value_empty.init(warps);
     for (auto& barrier : query_full) barrier.init(1);
     for (auto& barrier : cotangent_full) barrier.init(1);

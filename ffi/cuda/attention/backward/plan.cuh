@@ -23,6 +23,7 @@ struct BackwardShared {
   static constexpr int parts = boxes > Code::groups ? boxes / Code::groups : 1;
   static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / Code::groups;
   static constexpr int sum = 64 * sum_queries;
+  static constexpr int stage_box = 64 * 64;  // elements of a box of 64 keys
 
   // Boxes of tensor_map.cuh, of 64 columns.
   alignas(1024) T key[Plan::keys * size];
@@ -30,12 +31,19 @@ struct BackwardShared {
   alignas(1024) T query[Plan::query_slots][tile];
   alignas(1024) T cotangent[Plan::cotangent_slots][tile];
   alignas(1024) T slopes[2][slope_tile];  // of queries (rows) and keys, for the product with keys
-  alignas(128) float sums[Code::groups][sum];                        // to be added to the gradient by queries
+  // To be added to the gradient by queries. At the end of a piece of work the gradient by a group's keys is left there,
+  // and beside it that by its values, as boxes that are stored.
+  alignas(1024) float sums[Code::groups][sum];
+  alignas(1024) T value_stage[Code::groups][64 * size];
+  __device__ T* key_stage(int group) {
+    static_assert(sizeof value_stage <= sizeof sums);
+    return reinterpret_cast<T*>(sums[group]);
+  }
   alignas(128) float numbers[Plan::query_slots][2 * Plan::queries];  // lse in base 2, then delta
-  unsigned tickets[Code::ticket_slots];                                     // pieces of work
+  Work works[Code::work_slots];
   unsigned turns;  // how many tiles it has been the block's turn to add to
 
-  Barrier ticket_full[Code::ticket_slots], ticket_empty[Code::ticket_slots];
+  Barrier work_full[Code::work_slots], work_empty[Code::work_slots];
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
@@ -48,8 +56,8 @@ struct BackwardShared {
       for (auto& barrier : full) barrier.init(of_full);
       for (auto& barrier : empty) barrier.init(of_empty);
     };
-    // Threads that add sums, and one that waits for turns or a warp that clears sums, read tickets as well.
-    init(ticket_full, ticket_empty, 1, all + Code::groups + (deterministic ? 1 : Barrier::warp_arrivals));
+    // Threads that add sums, and one that waits for turns or a warp that clears sums, read of work as well.
+    init(work_full, work_empty, 1, all + Code::groups + (deterministic ? 1 : Barrier::warp_arrivals));
     key_full.init(1), key_empty.init(all), value_full.init(1), value_empty.init(all);
     init(query_full, query_empty, 1, all);
     init(cotangent_full, cotangent_empty, 1, all);

@@ -12,7 +12,7 @@ struct BackwardCode {
   static constexpr int groups = 2;                            // warp groups that multiply
   static constexpr int threads = (groups + 1) * kWarpGroup;   // and one that copies
   static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
-  static constexpr int ticket_slots = 2;                             // pieces of work that are known at a time
+  static constexpr int work_slots = 2;                               // pieces of work that are known at a time
 };
 
 // A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
@@ -20,9 +20,6 @@ struct BackwardCode {
 // by queries half the queries of a tile each, and rounded weights and slopes a quarter. `slopes_in_registers` says
 // where the product with queries takes slopes from. Shared memory is read less if it is from registers, for which 128
 // leaves no room. Heads of 64 are bound by the reads of shared memory as well, so tiles are as long as registers allow.
-// With `sums_later`, the gradient by queries is taken of the tile before, so that warp groups wait less for each other.
-// (H200, 8K, without a causal rule and with one, TFLOP/s: 539 and 482 in place of 500 and 457 with heads of 64, but 561
-// and 537 in place of 596 and 571 with heads of 128.)
 //
 // `keys` are those of a piece of work, and so many `blocks` share it (pair.cuh is about two). What they add to the
 // gradient by queries has `added_parts`.
@@ -38,14 +35,14 @@ struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
   static constexpr int queries = 96, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
-  static constexpr bool slopes_in_registers = true, sums_later = true;
+  static constexpr bool slopes_in_registers = true;
   static constexpr int tiles_of_signal = 2, cache = 49;
   static constexpr double stagger = 4;
 };
 template <>
 struct BackwardPlan<128> {
   static constexpr int queries = 64, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
-  static constexpr bool slopes_in_registers = false, sums_later = false;
+  static constexpr bool slopes_in_registers = false;
   static constexpr int tiles_of_signal = 2, cache = 49;
   static constexpr double stagger = 4;
 };
@@ -65,34 +62,40 @@ auto with_backward_size(int64_t size, Use use) {
 // What the workspace has, in bytes:
 //
 //   the counter of pieces of work, and of how many heads they are taken in turn where there are segments, 16;
-//   how many blocks of keys are done, and how many parts of sums are cleared, 4 for each of the key heads of all
-//   sequences;
-//   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head of queries;
+//   how many blocks of keys are done, and how many parts of sums are cleared, 4 for each of the heads of all sequences;
+//   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head;
+//   where heads share keys, how many of them have been summed, 4 for each block of keys and part of what is added;
 //   after the next multiple of 256 the sums, 4 for each query of the tiles of a head and element of the padded head;
 //   lse and delta, 8 for each of these queries;
+//   where heads share keys, the sums of gradients by keys and values, 8 for each key of the blocks of a key head and
+//   element of the padded head;
 //   where there are segments, for each block of keys of an element of the batch what queries they leave to it, 32, and
 //   a range of tiles, 8, and whether a tile of queries is in any, 1.
 template <int size>
 struct BackwardSpace {
   using Plan = BackwardPlan<size>;
   static constexpr int64_t counter = 16;
-  int64_t query_tiles, key_blocks, heads, key_heads;  // heads of all sequences
-  int64_t ends, counts, sums, numbers;                // bytes; those before the sums are `counts`
-  int64_t segments, tiles, tile_is_met;               // bytes, 0 without segments
+  int64_t query_tiles, key_blocks, heads, key_heads;         // heads of all sequences
+  int64_t of_heads, ends, summed, counts, sums, numbers;     // bytes; those before the sums are `counts`
+  int64_t group_sums;                                        // bytes, 0 where no heads share keys
+  int64_t segments, tiles, tile_is_met;                      // bytes, 0 without segments
   BackwardSpace(int64_t batch, int64_t queries, int64_t keys, int64_t heads_of_one, int64_t key_heads_of_one,
                 bool has_segments)
       : query_tiles((queries + Plan::queries - 1) / Plan::queries),
         key_blocks((keys + Plan::keys - 1) / Plan::keys),
         heads(batch * heads_of_one),
         key_heads(batch * key_heads_of_one),
+        of_heads(heads * 4),
         ends(heads * key_blocks * Plan::blocks * 8),
-        counts((counter + 2 * key_heads * 4 + ends + 255) / 256 * 256),
+        summed(heads > key_heads ? key_heads * key_blocks * Plan::added_parts * 4 : 0),
+        counts((counter + 2 * of_heads + ends + summed + 255) / 256 * 256),
         sums(heads * query_tiles * Plan::queries * size * 4),
         numbers(heads * query_tiles * Plan::queries * 8),
+        group_sums(heads > key_heads ? key_heads * key_blocks * Plan::keys * size * 8 : 0),
         segments(has_segments ? batch * key_blocks * 32 : 0),
         tiles(segments / 4),
         tile_is_met(has_segments ? batch * query_tiles : 0) {}
-  int64_t bytes() const { return counts + sums + numbers + segments + tiles + tile_is_met; }
+  int64_t bytes() const { return counts + sums + numbers + group_sums + segments + tiles + tile_is_met; }
 };
 
 }  // namespace jaxsoft::cuda

@@ -167,6 +167,14 @@ struct ForwardTiles {
     if (tiles.masked(number)) scores.mask(tile, item, number * Plan::key_tile);
     scores.take(tile, factors);
   }
+  // From products to weights, by the references as they are.
+  __device__ typename Scores::Taken weigh(Scores& scores) {
+    if (kind == ForwardKind::general && scores.args.call.cap > 0) {
+      if (scores.below_cap(tile)) return scores.weigh_below_cap(tile);
+      scores.cap(tile);
+    }
+    return scores.weigh(tile);
+  }
   __device__ void rescale_output() {
 #pragma unroll
     for (int i = 0; i < Plan::value_size / 2; i++) output[i] *= factors[Scores::row(i)];
@@ -210,11 +218,10 @@ struct ForwardTiles {
       Scores::round(tile, weights);
       number--, step++;
     };
-    const bool all_any = kind == ForwardKind::general && scores.args.call.cap > 0;
-    const int inner_begin = kind == ForwardKind::plain ? begin : all_any ? tiles.end : max(begin, tiles.inner_begin);
+    const int inner_begin = kind == ForwardKind::plain ? begin : max(begin, tiles.inner_begin);
     bool again = false;  // whether the weights of a tile have overflowed, or are too inexact
     while (number >= begin) {
-      while (number >= begin && (again || (kind != ForwardKind::plain && (all_any || tiles.masked(number))))) {
+      while (number >= begin && (again || (kind != ForwardKind::plain && tiles.masked(number)))) {
         if (again) multiply_again(step + 1);
         else start_products(step + 1, step);
         take_any(scores, item, tiles, number);
@@ -225,7 +232,7 @@ struct ForwardTiles {
       }
       while (number >= inner_begin) {
         start_products(step + 1, step);
-        const auto taken = scores.weigh(tile);
+        const auto taken = weigh(scores);
         if (scores.above_limits(taken)) {
           wait_for_products<0>(output, weights);
           again = !scores.follow(tile, taken, factors);

@@ -46,6 +46,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
   args.inverse_unit = 1 / args.unit;
+  if (call.cap > 0) args.soft_cap = SoftCap(call);
   if (call.query_segments) {
     const ForwardSpace space(call.batch, blocks);
     if (call.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;

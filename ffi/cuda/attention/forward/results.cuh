@@ -1,6 +1,7 @@
 // From registers to device memory: the results of a warp group's queries.
 #pragma once
 
+#include "../stage.cuh"
 #include "scores.cuh"
 
 namespace jaxsoft::cuda {
@@ -121,23 +122,6 @@ __device__ void write_row_result(const ForwardArguments& args, const RowPlace& p
                            [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; });
 }
 
-// Puts the rows of a warp group in shared memory, as boxes.
-template <class T, class Plan, class Value>
-__device__ void stage_rows(unsigned char (*boxes)[ForwardMemory<Plan>::query_box], Value value) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % kWarpGroup / 32 * 16 + lane % 16;
-#pragma unroll
-  for (int column = 0; column < Plan::value_size; column += 16) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      words[i] = bits<uint32_t>(narrow_pair(value(column / 2 + 2 * i), value(column / 2 + 2 * i + 1), T()));
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     shared_address(boxes[column / 64]) + place_in_box(row, column % 64 * 2 + lane / 16 * 16)),
-                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
-  }
-}
-
 // The same results by copies from shared memory, which go on while the warp group does.
 template <class T, class Plan>
 __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
@@ -151,9 +135,10 @@ __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>&
   };
   if (copies) wait_for_reads_of_stores();
   all.wait();
-  stage_rows<T, Plan>(stages[0], value);
+  static_assert(sizeof stages[0][0] == kStageBox);
+  stage_rows<T, Plan::value_size>(stages[0], value);
   const bool residual = args.results.output_residual;
-  if (residual) stage_rows<T, Plan>(stages[1], [&](int i) { return lost_by_rounding<T>(value(i)); });
+  if (residual) stage_rows<T, Plan::value_size>(stages[1], [&](int i) { return lost_by_rounding<T>(value(i)); });
   show_to_copies();
   all.wait();
   if (!copies) return;

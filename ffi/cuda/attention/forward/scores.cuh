@@ -58,12 +58,18 @@ struct ForwardScores {
 
   // Caps scores.
   __device__ void cap(Tile& scores) const {
-    // cap tanh(x), where (1 - tanh(x)) / 2 = 1 / (1 + exp(2 x)). The hardware's tanh errs by 5e-4 of the cap.
-    const AttentionCall& call = args.call;
-    const float twice = static_cast<float>(2 * kLog2E) * call.scale / call.cap;
+    // cap tanh(u), where (1 - tanh(u)) / 2 = 1 / (1 + exp(2 u)). The hardware's tanh errs by 5e-4 of the cap.
+    const float cap = args.call.cap, twice = static_cast<float>(2 * kLog2E) * args.soft_cap.ratio;
 #pragma unroll
     for (int i = 0; i < count; i++)
-      scores[i] = fmaf(-2 * call.cap, reciprocal(1 + exp2_approximately(scores[i] * twice)), call.cap);
+      scores[i] = fmaf(-2 * cap, reciprocal(1 + exp2_approximately(scores[i] * twice)), cap);
+  }
+  // Whether `weigh_below_cap` serves the tiles of the warp.
+  __device__ bool below_cap(const Tile& scores) const {
+    float top = 0;
+#pragma unroll
+    for (int i = 0; i < count; i++) top = fmaxf(top, fabsf(scores[i]));
+    return __all_sync(0xffffffffu, top <= args.soft_cap.limit);
   }
   // Puts limits and segments on scores, which become -inf where they are masked.
   __device__ void mask(Tile& scores, const ForwardItem& item, int first_key) const {
@@ -115,13 +121,27 @@ struct ForwardScores {
     return weigh(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)});
   }
   __device__ Taken weigh(Tile& scores, const float (&references)[2]) const {
+    return weigh(scores, references, [&](float score, float reference) { return fmaf(score, args.unit, -reference); });
+  }
+  // The same from scores that are not capped yet, without more exponentials, which are what takes the longest.
+  __device__ Taken weigh_below_cap(Tile& scores) const {
+    return weigh(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)}, [&](float score, float reference) {
+      const float u = score * args.soft_cap.ratio, square = u * u;
+      float factor = args.soft_cap.terms[SoftCap::degree];
+#pragma unroll
+      for (int i = SoftCap::degree - 1; i >= 0; i--) factor = fmaf(factor, square, args.soft_cap.terms[i]);
+      return fmaf(u, factor, -reference);
+    });
+  }
+  template <class Exponent>
+  __device__ Taken weigh(Tile& scores, const float (&references)[2], Exponent exponent) const {
     Taken taken;
     int largest[2] = {};  // no weight is negative, so they compare as integers do, of which there are three at a time
 #pragma unroll
     for (int i = 0; i < count; i += 2) {
       const int r = row(i);
-      scores[i] = exp2_approximately(fmaf(scores[i], args.unit, -references[r]));
-      scores[i + 1] = exp2_approximately(fmaf(scores[i + 1], args.unit, -references[r]));
+      scores[i] = exp2_approximately(exponent(scores[i], references[r]));
+      scores[i + 1] = exp2_approximately(exponent(scores[i + 1], references[r]));
       taken.sums[r] += scores[i] + scores[i + 1];
       largest[r] = __vimax3_s32(largest[r], bits<int>(scores[i]), bits<int>(scores[i + 1]));
     }
