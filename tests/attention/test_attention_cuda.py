@@ -241,6 +241,27 @@ def test_without_the_same_bits(b, t, size):
         assert np.linalg.norm(wide(a) - wide(b)) <= 5e-3 * np.linalg.norm(wide(a))
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_pieces_of_several_heads(size, deterministic):
+    """Of many short sequences a block takes several of the heads that share keys, one after the other. Of few it takes
+    one, and the gradients by keys are sums of what blocks have.
+    """
+    call = case(("causal",), Sizes(b=20, t=700, s=700, n=16, k=4, h=size, d=size), jnp.bfloat16)
+
+    @jax.jit
+    def gradients(*operands):
+        def total(*v):
+            y = jaxsoft.dot_product_attention(*v, is_causal=True, implementation="ffi", deterministic=deterministic)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+        return jax.grad(total, (0, 1, 2))(*operands)
+
+    of_many, of_few = gradients(*call.operands[:3]), gradients(*(x[-2:] for x in call.operands[:3]))
+    for a, b in zip(of_many, of_few, strict=True):
+        assert np.linalg.norm(wide(a[-2:]) - wide(b)) <= 3e-3 * np.linalg.norm(wide(b))
+
+
 @pytest.mark.parametrize("options", [("causal", "key lengths"), ()], ids=str)
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_same_bits_on_every_run(size, options):
@@ -270,6 +291,28 @@ def test_a_sequence_does_not_depend_on_the_others():
     again = results(np.array([260, 200, 0], np.int32), *changed)
     assert same_bits([v[:1] for v in again], [v[:1] for v in found])
     assert all(np.isfinite(wide(v)).all() and not wide(v[2]).any() for v in again)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_keys_that_end_early(size):
+    """Many blocks of keys have nothing to do, and each sequence has the bits that it has alone."""
+    lengths = np.array([300, 2000, 0, 40, 2000, 1], np.int32)
+    call = case((), Sizes(b=len(lengths), t=2000, s=2000, n=4, k=2, h=size, d=size), jnp.bfloat16)
+
+    @jax.jit
+    def gradients(lengths, *operands):
+        def total(*v):
+            y = jaxsoft.dot_product_attention(*v, key_value_seq_lengths=lengths, implementation="ffi")
+            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+        return jax.grad(total, (0, 1, 2))(*operands)
+
+    together = gradients(lengths, *call.operands[:3])
+    for i in range(len(lengths)):
+        alone = gradients(lengths[i : i + 1], *(x[i : i + 1] for x in call.operands[:3]))
+        assert same_bits([x[i : i + 1] for x in together], alone)
+    for _ in range(5):
+        assert same_bits(gradients(lengths, *call.operands[:3]), together)
 
 
 @pytest.mark.parametrize("what", ["equal keys", "one large", "huge", "infinite value"])

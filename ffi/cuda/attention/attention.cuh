@@ -87,7 +87,7 @@ struct AttentionGradients {
   const float* key_sum = nullptr;
   const float* value_sum = nullptr;
 };
-// On Hopper only, without a bias and a mask. What it needs of the workspace is said in backward.cu.
+// On Hopper only, without a bias and a mask. What it needs of the workspace is said in backward/tiles.h.
 cudaError_t run_attention_backward(const AttentionCall& call, const AttentionGradients& gradients,
                                    cudaStream_t stream);
 

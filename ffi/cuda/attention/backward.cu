@@ -2,12 +2,12 @@
 //
 // With the weights P = exp(scores - lse), which are computed again, and the slopes of the loss by scores dS = P (dO V^T
 // - delta), the gradients are dV = P^T dO, dK = scale dS^T Q and dQ = scale dS K: five products of tiles. A piece of
-// work is a block of keys of one key head. It goes over the tiles of queries that attend to them, of all heads of
-// queries of the key head, one head after the other. So the gradients by keys and values stay in registers, and the
-// groups of heads are summed in a fixed order. The gradient by queries is a sum over blocks of keys, in f32 in the
-// workspace, which bulk copies from shared memory add to. A last kernel rounds it, and begins when most heads are done.
-// Gradients in f32 may be added to others, which are where the results are to be. The kernels for these are of their
-// own, as their code is.
+// work is a block of keys, and goes over the tiles of queries of a head that attend to them. So the gradients by keys
+// and values stay in registers. Where heads share keys, a piece has some of them, one after the other, and pieces with
+// the same keys add to what the one before has left (group.cuh). The gradient by queries is a sum over blocks of keys,
+// in f32 in the workspace, which bulk copies from shared memory add to. A last kernel rounds it, and begins when most
+// heads are done. Gradients in f32 may be added to others, which are where the results are to be. The kernels for these
+// are of their own, as their code is.
 //
 // If the same operands must give the same bits, blocks of keys add to each tile in a fixed order, from the last to the
 // first. They take their work from a counter in this order, so a block waits only for work that has been taken before
@@ -52,7 +52,8 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   call.heads = given.heads, call.key_heads = given.key_heads, call.group = given.heads / given.key_heads;
   call.size = given.size;
   call.deterministic = gradients.deterministic;
-  call.scale = given.scale, call.scale2 = given.scale * float(kLog2E), call.cap = given.cap;
+  call.scale = given.scale, call.scale2 = given.scale * float(kLog2E);
+  if (given.cap > 0) call.soft_cap = SoftCap(given.cap, given.scale);
   call.limits = given.limits;
   call.query_gradient = gradients.query, call.key_gradient = gradients.key, call.value_gradient = gradients.value;
   const int64_t size = given.size, of_query = int64_t(given.batch) * given.queries * given.heads * size;

@@ -101,10 +101,10 @@ struct AttentionLimits {
   // the last, if any.
   __device__ int first_query(int first_key) const { return max(first_key - most, begin); }
   __device__ int last_query(int end) const { return min(end - least, queries); }
-  // Whether some of the keys [key, key_end) do not count for some of the queries [query, query_end), which are all
-  // there.
-  __device__ bool exclude_some(int key, int key_end, int query, int query_end) const {
-    return key - (query_end - 1) < least || key_end - 1 - query > most || key_end > keys;
+  // The queries for which all of the keys [first_key, end) count, as far as these queries are there.
+  __device__ ElementRange queries_of_all(int first_key, int end) const {
+    if (end > keys) return {0, 0};
+    return {max(end - 1 - most, 0), max(first_key - least + 1, 0)};
   }
 
  private:

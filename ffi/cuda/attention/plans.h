@@ -38,7 +38,7 @@ struct Sizes {
 inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
   if (call.is("attention_forward"))
     return cuda::with_forward_size(call.size, [&](auto size) {
-      constexpr int64_t queries = cuda::ForwardPlan<size, cuda::ForwardKind::general>::queries;
+      constexpr int64_t queries = cuda::ForwardPlan<size, cuda::ForwardKind::segmented>::queries;
       return cuda::ForwardSpace(call.has("segments") ? call.batch : 0, (call.queries + queries - 1) / queries).bytes();
     });
   if (call.is("attention_backward"))
@@ -69,8 +69,10 @@ std::string forward_plan(int64_t size_of_heads) {
 inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
   using cuda::ForwardKind;
   if (call.is("attention_forward")) {
-    if (call.capped || call.has("segments")) return forward_plan<ForwardKind::general>(call.size);
-    if (call.has_limits() || cuda::has_few_keys(call.size, call.keys)) return forward_plan<ForwardKind::limited>(call.size);
+    if (call.capped) return forward_plan<ForwardKind::capped>(call.size);
+    if (call.has("segments")) return forward_plan<ForwardKind::segmented>(call.size);
+    if (call.has_limits() || cuda::has_few_keys(call.size, call.keys))
+      return forward_plan<ForwardKind::limited>(call.size);
     return forward_plan<ForwardKind::plain>(call.size);
   }
   std::ostringstream text;

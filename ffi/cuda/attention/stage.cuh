@@ -10,7 +10,8 @@ namespace jaxsoft::cuda {
 // The bytes of a box of 64 rows and as many columns of 16 bits.
 constexpr int kStageBox = 64 * 128;
 
-// Puts 64 rows of `columns` there, in boxes one after the other. `value(i)` is what becomes of number i of an accumulator.
+// Puts 64 rows of `columns` there, in boxes one after the other. `value(i)` is what becomes of number i of an
+// accumulator.
 template <class T, int columns, class Value>
 __device__ void stage_rows(void* boxes, Value value) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % kWarpGroup / 32 * 16 + lane % 16;

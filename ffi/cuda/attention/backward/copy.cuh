@@ -1,5 +1,6 @@
 // The warp group that copies, of the backward kernel. One thread brings tiles to shared memory, and one for each warp
-// group that multiplies adds what that group has of the gradient by queries to the sums in device memory.
+// group that multiplies adds what that group has of the gradient by queries to the sums in device memory, and stores
+// its gradients by keys and values.
 #pragma once
 
 #include "../../counter.cuh"
@@ -13,6 +14,12 @@ template <int size, int rows, class T>
 __device__ void copy_tile(T* to, const CUtensorMap& map, int head, int row, int batch, const Barrier& done) {
 #pragma unroll
   for (int column = 0; column < size; column += 64) copy_box(to + column * rows, map, {column, head, row, batch}, done);
+}
+
+// The log-sum-exps and deltas of a head, tile by tile.
+template <int queries>
+__device__ const float* numbers_of_head(const BackwardCall& call, int batch, int head) {
+  return call.numbers + (int64_t(batch) * call.heads + head) * call.query_tiles * (2 * queries);
 }
 
 template <class T, int size, bool segmented>
@@ -33,35 +40,39 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size, se
     work.set(call, piece);
     shared.work_full[work_place.slot].arrive();
     if (!work.there) return;
-    const float* numbers = call.numbers + (int64_t(work.batch) * call.heads + work.head) * call.query_tiles * (2 * Plan::queries);
-    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-      const bool first = tile == work.tiles.begin;
-      if (first) {
-        shared.key_empty.wait(key_parity ^ 1);
-        shared.key_full.arrive_expecting(key_bytes);
-        copy_tile<size, Plan::keys>(shared.key, call.key, work.key_head, work.block * Plan::keys, work.batch,
-                                    shared.key_full);
+    bool first = true;
+    for (int i = 0; i < call.heads_of_piece; i++) {
+      const int head = work.first_head + i;
+      const float* const numbers = numbers_of_head<Plan::queries>(call, work.batch, head);
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+        if (first) {
+          shared.key_empty.wait(key_parity ^ 1);
+          shared.key_full.arrive_expecting(key_bytes);
+          copy_tile<size, Plan::keys>(shared.key, call.key, work.key_head, work.block * Plan::keys, work.batch,
+                                      shared.key_full);
+        }
+        shared.query_empty[query.slot].wait(query.parity ^ 1);
+        Barrier& full = shared.query_full[query.slot];
+        full.arrive_expecting(tile_bytes + number_bytes);
+        copy_tile<size, Plan::queries>(shared.query[query.slot], call.query, head, tile * Plan::queries, work.batch,
+                                       full);
+        copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * Plan::queries), number_bytes, full);
+        query.advance();
+        if (first) {
+          shared.value_empty.wait(key_parity ^ 1);
+          shared.value_full.arrive_expecting(key_bytes);
+          copy_tile<size, Plan::keys>(shared.value, call.value, work.key_head, work.block * Plan::keys, work.batch,
+                                      shared.value_full);
+          key_parity ^= 1;
+          first = false;
+        }
+        shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
+        Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
+        cotangent_full.arrive_expecting(tile_bytes);
+        copy_tile<size, Plan::queries>(shared.cotangent[cotangent.slot], call.cotangent, head, tile * Plan::queries,
+                                       work.batch, cotangent_full);
+        cotangent.advance();
       }
-      shared.query_empty[query.slot].wait(query.parity ^ 1);
-      Barrier& full = shared.query_full[query.slot];
-      full.arrive_expecting(tile_bytes + number_bytes);
-      copy_tile<size, Plan::queries>(shared.query[query.slot], call.query, work.head, tile * Plan::queries, work.batch,
-                                     full);
-      copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * Plan::queries), number_bytes, full);
-      query.advance();
-      if (first) {
-        shared.value_empty.wait(key_parity ^ 1);
-        shared.value_full.arrive_expecting(key_bytes);
-        copy_tile<size, Plan::keys>(shared.value, call.value, work.key_head, work.block * Plan::keys, work.batch,
-                                    shared.value_full);
-        key_parity ^= 1;
-      }
-      shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
-      Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
-      cotangent_full.arrive_expecting(tile_bytes);
-      copy_tile<size, Plan::queries>(shared.cotangent[cotangent.slot], call.cotangent, work.head,
-                                     tile * Plan::queries, work.batch, cotangent_full);
-      cotangent.advance();
     }
   }
 }
@@ -76,31 +87,33 @@ __device__ void wait_for_turns(const BackwardCall& call, Shared& shared) {
   const uint32_t turns = shared_address(&shared.turns);
   unsigned tiles = 0;
   for_pieces<false>(shared, [&](const auto& work) {
-    const int2* next = call.ends + int64_t(work.turn) * call.key_blocks + work.block + 1;
-    int end = 0;  // of the tiles that the next block has added to
-    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-      while (work.tiles_of_next.has(tile) && end <= tile) {
-        const int2 of_groups = load_acquired(next);
-        end = min(of_groups.x, of_groups.y);
+    for (int i = 0; i < call.heads_of_piece; i++) {
+      const int2* next = call.ends + work.head_of_turns(call, i) * call.key_blocks + work.block + 1;
+      int end = 0;  // of the tiles that the next block has added to
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+        while (work.tiles_of_next.has(tile) && end <= tile) {
+          const int2 of_groups = load_acquired(next);
+          end = min(of_groups.x, of_groups.y);
+        }
+        asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(turns), "r"(++tiles) : "memory");
       }
-      asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(turns), "r"(++tiles) : "memory");
     }
   });
 }
 
-// Clears sums, if the order of additions does not matter. With each piece of work, a part of those of a head whose turn
-// comes later, so that they are still in the cache then. It takes a warp, and no time.
+// Clears sums, if the order of additions does not matter. With each piece of work, a part of those of a later turn, so
+// that they are still in the cache then. It takes a warp, and no time.
 template <int size, class Shared>
 __device__ void clear_sums(const BackwardCall& call, Shared& shared, unsigned rank = 0) {
   using Plan = BackwardPlan<size>;
-  const int64_t of_head = int64_t(call.query_tiles) * (Plan::queries * size) / 4;
+  const int64_t of_turn = int64_t(call.heads_of_piece) * call.query_tiles * (Plan::queries * size) / 4;
   const int parts = call.key_blocks * Plan::blocks;
-  const int64_t part = (of_head + parts - 1) / parts;
+  const int64_t part = (of_turn + parts - 1) / parts;
   for_pieces<true>(shared, [&](const auto& work) {
     const int turn = work.turn + call.cleared_ahead;
-    if (turn >= call.batch * call.heads) return;
-    auto* const sums = reinterpret_cast<float4*>(call.sums) + turn * of_head;
-    const int64_t begin = (int64_t(work.block) * Plan::blocks + rank) * part, end = min(begin + part, of_head);
+    if (turn >= call.turns) return;
+    auto* const sums = reinterpret_cast<float4*>(call.sums) + turn * of_turn;
+    const int64_t begin = (int64_t(work.block) * Plan::blocks + rank) * part, end = min(begin + part, of_turn);
     for (int64_t i = begin + threadIdx.x % 32; i < end; i += 32) sums[i] = float4{};
     __syncwarp();
     if (threadIdx.x % 32 == 0) add_released(call.cleared + turn, 1);
@@ -126,8 +139,8 @@ __device__ void count_as_added(const BackwardCall& call, const Work& work, unsig
   add_released(call.added + work.turn, parts);
 }
 
-// Adds what a warp group has of the gradient by queries to the sums. If the gradients by keys and values are `staged`, it
-// also stores those that the warp group leaves in shared memory at the end of a piece of work.
+// Adds what a warp group has of the gradient by queries to the sums. If the gradients by keys and values are `staged`,
+// it also stores those that the warp group leaves in shared memory at the end of a piece of work.
 template <bool staged, class T, int size, bool segmented>
 __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segmented>& shared, int group) {
   using Plan = BackwardPlan<size>;
@@ -142,29 +155,31 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segme
   };
   for_pieces<false>(shared, [&](const auto& work) {
     if (!call.deterministic) wait_for_zeros(call, work);
-    const int64_t turn_of_head = work.turn;
-    float* const sums = call.sums + turn_of_head * call.query_tiles * Shared::tile + group * Shared::sum;
-    int* const end = reinterpret_cast<int*>(call.ends + turn_of_head * call.key_blocks + work.block) + group;
-    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-      tiles++;
-      unsigned turn = tiles;
-      if (call.deterministic) {
-        do asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(turn) : "r"(turns) : "memory");
-        while (static_cast<int>(turn - tiles) < 0);
-      }
-      shared.sum_full[group].wait(parity);
-      float* const to = sums + int64_t(tile) * Shared::tile;
-      constexpr unsigned bytes = Shared::sum * sizeof(float);
-      // Where the order matters, the first block stores, and there need not be zeros before.
-      if (call.deterministic && !work.tiles_of_next.has(tile)) store_floats(to, shared.sums[group], bytes);
-      else add_floats(to, shared.sums[group], bytes);
-      let_go();
-      if (call.deterministic) {
-        // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
-        constexpr int of_signal = Plan::tiles_of_signal;
-        if ((tile - work.tiles.begin) % of_signal == of_signal - 1 || tile + 1 == work.tiles.end) {
-          wait_for_stores();
-          store_released(end, tile + 1);
+    for (int i = 0; i < call.heads_of_piece; i++) {
+      const int64_t head = work.head_of_turns(call, i);
+      float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::sum;
+      int* const end = reinterpret_cast<int*>(call.ends + head * call.key_blocks + work.block) + group;
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+        tiles++;
+        unsigned turn = tiles;
+        if (call.deterministic) {
+          do asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(turn) : "r"(turns) : "memory");
+          while (static_cast<int>(turn - tiles) < 0);
+        }
+        shared.sum_full[group].wait(parity);
+        float* const to = sums + int64_t(tile) * Shared::tile;
+        constexpr unsigned bytes = Shared::sum * sizeof(float);
+        // Where the order matters, the first block stores, and there need not be zeros before.
+        if (call.deterministic && !work.tiles_of_next.has(tile)) store_floats(to, shared.sums[group], bytes);
+        else add_floats(to, shared.sums[group], bytes);
+        let_go();
+        if (call.deterministic) {
+          // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
+          constexpr int of_signal = Plan::tiles_of_signal;
+          if ((tile - work.tiles.begin) % of_signal == of_signal - 1 || tile + 1 == work.tiles.end) {
+            wait_for_stores();
+            store_released(end, tile + 1);
+          }
         }
       }
     }
@@ -185,7 +200,7 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segme
   wait_for_stores();
 }
 
-// Waits until all blocks of keys have added what they have for a head. All threads of a block call it.
+// Waits until all blocks of keys have added what they have for the heads of a turn. All threads of a block call it.
 template <int size>
 __device__ void wait_for_sums(const BackwardCall& call, int turn) {
   if (threadIdx.x == 0)

@@ -21,9 +21,12 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, segmented>
   unsigned key_parity = 0;
   wait_for_last_kernel();  // which writes the numbers of queries
   for (;; work_place.advance()) {
-    // The first block takes work, and sends it to the second.
+    // The first block takes work, and sends it to the second, which says when it has read it for the last time.
     typename Pair::Work& work = shared.works[work_place.slot];
     Barrier& work_full = shared.work_full[work_place.slot];
+    auto release = [&] {
+      if (rank == 1) shared.work_empty[work_place.slot].arrive_in(0);
+    };
     if (rank == 0) {
       const unsigned piece = take(call.counter);
       shared.work_empty[work_place.slot].wait(work_place.parity ^ 1);
@@ -33,48 +36,55 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, segmented>
     } else {
       work_full.arrive_expecting(sizeof work);
       work_full.wait(work_place.parity);
-      shared.work_empty[work_place.slot].arrive_in(0);
     }
     if (!work.there) return;
-    if (work.tiles.length() == 0) continue;
+    if (work.tiles.length() == 0) {
+      release();
+      continue;
+    }
     const int own = work.block * Plan::keys + rank * keys, other = work.block * Plan::keys + other_block(rank) * keys;
 #pragma unroll
     for (int column = 0; column < size; column += 64) {
       prefetch_box(call.key, {column, work.key_head, own, work.batch});
       prefetch_box(call.value, {column, work.key_head, own, work.batch});
     }
-    const float* numbers = call.numbers + (int64_t(work.batch) * call.heads + work.head) * call.query_tiles * (2 * queries);
-    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-      const bool first = tile == work.tiles.begin;
-      shared.query_empty[query.slot].wait(query.parity ^ 1);
-      Barrier& full = shared.query_full[query.slot];
-      full.arrive_expecting(tile_bytes + number_bytes);
-      copy_tile<size, queries>(shared.query[query.slot], call.query, work.head, tile * queries, work.batch, full);
-      copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * queries), number_bytes, full);
-      query.advance();
-      if (first) {
-        shared.value_empty.wait(key_parity ^ 1);
-        shared.value_full.arrive_expecting(key_bytes);
-        copy_tile<size, keys>(shared.value, call.value, work.key_head, own, work.batch, shared.value_full);
-      }
-      shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
-      Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
-      cotangent_full.arrive_expecting(tile_bytes);
-      copy_tile<size, queries>(shared.cotangent[cotangent.slot], call.cotangent, work.head, tile * queries, work.batch,
-                               cotangent_full);
-      cotangent.advance();
-      // Keys come last, as what takes the longest is to multiply the last slopes with the keys before.
-      if (first) {
-        shared.key_empty.wait(key_parity ^ 1);
-        shared.key_full.arrive_expecting(key_bytes + key_bytes / 2);
-        copy_tile<size, keys>(shared.key, call.key, work.key_head, own, work.batch, shared.key_full);
+    bool first = true;
+    for (int i = 0; i < call.heads_of_piece; i++) {
+      const int head = work.first_head + i;
+      const float* const numbers = numbers_of_head<queries>(call, work.batch, head);
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+        shared.query_empty[query.slot].wait(query.parity ^ 1);
+        Barrier& full = shared.query_full[query.slot];
+        full.arrive_expecting(tile_bytes + number_bytes);
+        copy_tile<size, queries>(shared.query[query.slot], call.query, head, tile * queries, work.batch, full);
+        copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * queries), number_bytes, full);
+        query.advance();
+        if (first) {
+          shared.value_empty.wait(key_parity ^ 1);
+          shared.value_full.arrive_expecting(key_bytes);
+          copy_tile<size, keys>(shared.value, call.value, work.key_head, own, work.batch, shared.value_full);
+        }
+        shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
+        Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
+        cotangent_full.arrive_expecting(tile_bytes);
+        copy_tile<size, queries>(shared.cotangent[cotangent.slot], call.cotangent, head, tile * queries, work.batch,
+                                 cotangent_full);
+        cotangent.advance();
+        // Keys come last, as what takes the longest is to multiply the last slopes with the keys before.
+        if (first) {
+          shared.key_empty.wait(key_parity ^ 1);
+          shared.key_full.arrive_expecting(key_bytes + key_bytes / 2);
+          copy_tile<size, keys>(shared.key, call.key, work.key_head, own, work.batch, shared.key_full);
 #pragma unroll
-        for (int column = 0; column < half; column += 64)
-          copy_box(shared.other_key + column * keys, call.key,
-                   {static_cast<int>(rank * half + column), work.key_head, other, work.batch}, shared.key_full);
-        key_parity ^= 1;
+          for (int column = 0; column < half; column += 64)
+            copy_box(shared.other_key + column * keys, call.key,
+                     {static_cast<int>(rank * half + column), work.key_head, other, work.batch}, shared.key_full);
+          key_parity ^= 1;
+          first = false;
+        }
       }
     }
+    release();
   }
 }
 
@@ -85,7 +95,7 @@ __device__ void send_slopes(const BackwardCall& call, BackwardPair<T, segmented>
   unsigned parity = 0;
   Barrier* last_empty = nullptr;
   for_pieces<false>(shared, [&](const auto& work) {
-    for (int step = work.tiles.length(); step > 0; step--) {
+    for (int step = work.steps(call); step > 0; step--) {
       shared.slopes_full[slopes.slot].wait(slopes.parity);
       // The other block no longer needs the slopes that it got before. So they have been read here as well.
       shared.other_slopes_empty.wait(parity ^ 1);
@@ -101,10 +111,11 @@ __device__ void send_slopes(const BackwardCall& call, BackwardPair<T, segmented>
   });
 }
 
-// The sums of one part of the block's columns: of the first tile of a head, and then one for each tile.
+// The sums of one part of the block's columns: of the first tile of a head of the piece, and then one for each tile.
 template <class Pair>
-__device__ float* sums_of_part(const BackwardCall& call, const typename Pair::Work& work, unsigned rank, int part) {
-  return call.sums + int64_t(work.turn) * call.query_tiles * Pair::sum_tile +
+__device__ float* sums_of_part(const BackwardCall& call, const typename Pair::Work& work, int of_piece, unsigned rank,
+                               int part) {
+  return call.sums + work.head_of_turns(call, of_piece) * call.query_tiles * Pair::sum_tile +
          (rank * Pair::parts + part) * Pair::sum;
 }
 
@@ -115,17 +126,19 @@ __device__ void add_sums(const BackwardCall& call, BackwardPair<T, segmented>& s
   unsigned parity = 0;
   for_pieces<false>(shared, [&](const auto& work) {
     wait_for_zeros(call, work);
-    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+    for (int i = 0; i < call.heads_of_piece; i++) {
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
 #pragma unroll
-      for (int part = 0; part < Pair::parts; part++) {
-        shared.sum_full[part].wait(parity);
-        add_floats(sums_of_part<Pair>(call, work, rank, part) + int64_t(tile) * Pair::sum_tile, shared.sums,
-                   sizeof shared.sums);
-        commit_stores();
-        wait_for_reads_of_stores();
-        shared.sum_empty.arrive();
+        for (int part = 0; part < Pair::parts; part++) {
+          shared.sum_full[part].wait(parity);
+          add_floats(sums_of_part<Pair>(call, work, i, rank, part) + int64_t(tile) * Pair::sum_tile, shared.sums,
+                     sizeof shared.sums);
+          commit_stores();
+          wait_for_reads_of_stores();
+          shared.sum_empty.arrive();
+        }
+        parity ^= 1;
       }
-      parity ^= 1;
     }
     wait_for_stores();
     count_as_added(call, work, Pair::parts);
@@ -141,24 +154,26 @@ __device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T, segm
   constexpr int parts = Pair::parts * Pair::Plan::blocks;
   unsigned parity = 0;
   for_pieces<false>(shared, [&](const auto& work) {
-    float* const sums = sums_of_part<Pair>(call, work, rank, part);
-    int* const end = reinterpret_cast<int*>(call.ends) +
-                     (int64_t(work.turn) * call.key_blocks + work.block) * parts + rank * Pair::parts + part;
-    int end_of_next = 0;  // of the tiles that the next block of keys has added to
-    for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-      const bool first = !work.tiles_of_next.has(tile);
-      while (!first && end_of_next <= tile) end_of_next = load_acquired(end + parts);
-      shared.sum_full[part].wait(parity);
-      parity ^= 1;
-      float* const to = sums + int64_t(tile) * Pair::sum_tile;
-      // There need not be zeros before.
-      if (first) store_floats(to, shared.sums, sizeof shared.sums);
-      else add_floats(to, shared.sums, sizeof shared.sums);
-      commit_stores();
-      wait_for_reads_of_stores();
-      shared.sum_empty.arrive();
-      wait_for_stores();
-      store_released(end, tile + 1);
+    for (int i = 0; i < call.heads_of_piece; i++) {
+      float* const sums = sums_of_part<Pair>(call, work, i, rank, part);
+      int* const end = reinterpret_cast<int*>(call.ends) +
+                       (work.head_of_turns(call, i) * call.key_blocks + work.block) * parts + rank * Pair::parts + part;
+      int end_of_next = 0;  // of the tiles that the next block of keys has added to
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+        const bool first = !work.tiles_of_next.has(tile);
+        while (!first && end_of_next <= tile) end_of_next = load_acquired(end + parts);
+        shared.sum_full[part].wait(parity);
+        parity ^= 1;
+        float* const to = sums + int64_t(tile) * Pair::sum_tile;
+        // There need not be zeros before.
+        if (first) store_floats(to, shared.sums, sizeof shared.sums);
+        else add_floats(to, shared.sums, sizeof shared.sums);
+        commit_stores();
+        wait_for_reads_of_stores();
+        shared.sum_empty.arrive();
+        wait_for_stores();
+        store_released(end, tile + 1);
+      }
     }
     count_as_added(call, work, 1);
   });

@@ -1,9 +1,6 @@
-// Heads of queries that share keys: the gradients by these keys and values are sums over the heads, of which each has a
-// piece of work. They are added in the order of the heads, in f32, so that their bits are always the same. Each but the
-// last leaves what it has to the next, as its threads have it.
-//
-// (One piece of work for all of the heads would save these steps, but pieces would be as much longer, and the sums by
-// queries of all of these heads would have to stay in the cache: H200, heads of 128, 32/8, causal 8K, TFLOP/s.)
+// Heads of queries that share keys: the gradients by these keys and values are sums over the heads, whose pieces of
+// work add them in the order of the heads, in f32, so that their bits are always the same. Each piece but the last
+// leaves what it has to the next, as its threads have it.
 #pragma once
 
 #include "../../counter.cuh"
@@ -12,15 +9,15 @@
 
 namespace jaxsoft::cuda {
 
-// Adds what the heads before have of these gradients by 64 keys or values, which the threads of a warp group hold.
-// Returns whether they are complete now. Else the next head goes on with them. `part` says which they are, of
+// Adds what the pieces before have of these gradients by 64 keys or values, which the threads of a warp group hold.
+// Returns whether they are complete now. Else the next piece goes on with them. `part` says which they are, of
 // BackwardPlan::added_parts. All threads of the warp group call it, and `all` is a barrier for them.
 template <class Work, int count, class... Others>
 __device__ bool add_to_group(const BackwardCall& call, const Work& work, int part, const NamedBarrier& all,
                              float (&numbers)[count], Others&... others) {
   constexpr int arrays = 1 + sizeof...(Others);
-  if (call.group == 1) return true;
-  const int thread = threadIdx.x % kWarpGroup, before = work.of_group(call);
+  if (call.group == call.heads_of_piece) return true;
+  const int thread = threadIdx.x % kWarpGroup, before = work.before(call);
   const int64_t key_head = int64_t(work.batch) * call.key_heads + work.key_head;
   const int64_t place = (key_head * call.key_blocks + work.block) * Work::Plan::added_parts + part;
   unsigned* const summed = call.summed + place;

@@ -140,15 +140,21 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   }
   const BackwardSpace<size> space(given.batch, given.queries, given.keys, given.heads, given.key_heads,
                                   given.query_segments);
-  const int64_t tiles = space.heads * space.query_tiles, pieces = space.heads * space.key_blocks;
-  if (tiles > INT32_MAX || pieces > INT32_MAX - 1024) return cudaErrorInvalidValue;
+  const int64_t tiles = space.heads * space.query_tiles;
+  if (tiles > INT32_MAX || space.heads * space.key_blocks > INT32_MAX - 1024) return cudaErrorInvalidValue;
   if (given.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
   call.query_tiles = static_cast<int>(space.query_tiles), call.key_blocks = static_cast<int>(space.key_blocks);
-  call.pieces = static_cast<unsigned>(pieces);
 
   Device device;
   if (auto e = device.read()) return e;
   call.processors = device.processors;
+  if (given.query_segments) {
+    call.query_segments = {given.query_segments, given.segment_steps[0], given.queries};
+    call.key_segments = {given.key_segments, given.segment_steps[1], given.keys};
+  }
+  call.heads_of_piece = heads_of_piece<size>(call);
+  call.turns = static_cast<int>(space.heads / call.heads_of_piece);
+  call.pieces = static_cast<unsigned>(call.turns) * call.key_blocks;
 
   auto* place = static_cast<unsigned char*>(given.workspace);
   auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
@@ -161,15 +167,12 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   call.sums = reinterpret_cast<float*>(take(space.sums));
   call.numbers = reinterpret_cast<float*>(take(space.numbers));
   call.group_sums = reinterpret_cast<float*>(take(space.group_sums));
-  // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a head
-  // while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
-  const int64_t ahead = std::min<int64_t>(call.processors / Plan::blocks / call.key_blocks + 2, space.heads);
-  call.cleared_ahead = static_cast<int>(ahead);
-  const int64_t now = call.deterministic ? 0 : space.sums / space.heads * ahead;
+  // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a
+  // turn while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
+  call.cleared_ahead = std::min(call.processors / Plan::blocks / call.key_blocks + 2, call.turns);
+  const int64_t now = call.deterministic ? 0 : space.sums / call.turns * call.cleared_ahead;
   if (auto e = cudaMemsetAsync(given.workspace, 0, space.counts + now, stream)) return e;
   if (!given.query_segments) return cudaSuccess;
-  call.query_segments = {given.query_segments, given.segment_steps[0], given.queries};
-  call.key_segments = {given.key_segments, given.segment_steps[1], given.keys};
   call.segments = reinterpret_cast<SegmentRange*>(take(space.segments));
   call.tiles = reinterpret_cast<QueryTiles*>(take(space.tiles));
   call.tile_is_met = take(space.tile_is_met);

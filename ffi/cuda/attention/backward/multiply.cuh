@@ -109,12 +109,12 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
   unsigned key_parity = 0, sum_parity = 0;
   for_pieces<true>(shared, [&](const auto& work) {
     const int first_key = work.block * Plan::keys + group * 64;
-    const int steps = work.tiles.length();
+    const int steps = work.steps(call);
     float of_keys[size / 2] = {}, of_values[size / 2] = {};  // the gradients
-    [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
     float scores[count];  // and then weights
     uint32_t weights[count / 8][4], rounded[count / 8][4];  // left operands: weights, and slopes
     int tile = work.tiles.begin;
+    const QueryTiles unmasked = work.unmasked(call, first_key);
     // Begins the products of 64 keys or values, and a tile of queries or cotangents.
     auto multiply_tile = [&](float (&products)[count], Operand<Summed::along_rows> rows, const T* columns) {
       const auto left = rows.anew(), right = summed_along_rows(columns).anew();
@@ -135,17 +135,16 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
     };
     // From the scores of a tile, which are complete, to its slopes.
     auto begin_tile = [&] {
-      limit_scores<kind>(scores, growth, call, work, tile, first_key);
-      tile++;
+      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile));
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
       // A warp that issues a product stands still while the tensor cores are busy. So exponentials run beside products
       // only if they stand between their instructions. The compiler moves them there, if no wait and no branch is in
       // its way.
       float slopes[count];
-      multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-      weigh<kind>(scores, numbers, call);
-      round_to<T>(weights, scores);
+      if (near_cap) weigh_near_cap<T>(scores, weights, numbers, call.soft_cap);
+      multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);
+      if (!near_cap) weigh<T, kind>(scores, weights, numbers, call);
 
       // The same holds for slopes and the last products for the gradient by values. When the others have been issued,
       // those that slopes need are complete.
@@ -161,7 +160,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       add_values(0, last);
       wait_for_products<1>(slopes);
       add_values(last, queries);
-      slope<kind>(slopes, scores, growth, numbers + queries);
+      slope(slopes, scores, numbers + queries);
       round_to<T>(rounded, slopes);
       shared.slopes_empty[slopes_at.slot].wait(slopes_at.parity ^ 1);
 #pragma unroll
@@ -204,6 +203,10 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       }
       commit_products();
     };
+    auto advance = [&] {
+      query.advance();
+      if (++tile == work.tiles.end) tile = work.tiles.begin;
+    };
     // The products of slopes. Those for the gradient by queries need the slopes of the other group as well, so those of
     // the tile before are taken, if there is one: the groups need not go in step, and while one is at its exponentials,
     // the other can multiply. If there are `more` tiles, the scores of the next one are multiplied too. Which of the
@@ -222,7 +225,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       if constexpr (Plan::slopes_in_registers) {
         if constexpr (before) multiply_slopes(sums);
         multiply_queries();
-        query.advance();
+        advance();
         if constexpr (more) multiply_scores();
         show_slopes();  // which takes a while, and has time until the next tile
         wait_for_products<more>(sums, of_values, weights, of_keys, rounded);
@@ -231,7 +234,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       } else {
         show_slopes();
         multiply_queries();
-        query.advance();
+        advance();
         if constexpr (more) multiply_scores();
         if constexpr (before) multiply_slopes(sums);
         wait_for_products<0>(sums, of_values, weights, of_keys, scores);

@@ -65,17 +65,17 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, segmen
     shared.sum_full[part].arrive_as_warp();
   };
   for_pieces<true>(shared, [&](const auto& work) {
-    const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.tiles.length();
+    const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.steps(call);
     if (steps == 0) return;
     shared.key_full.wait(key_parity);
     float scores[count], slopes[count], sums[2 * count];
     int tile = work.tiles.begin;
+    const QueryTiles unmasked = work.unmasked(call, first_key);
     // Makes slopes of a tile. Meanwhile those of the last tile, if there is one, are multiplied with keys. What comes
     // of it is handed over in two parts. The second one is due after the next products have begun, if there is `more`
     // than one tile before.
     auto step = [&](auto has_last, bool more) {
       constexpr bool last = decltype(has_last)::value;
-      [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
       uint32_t rounded[count / 8][4];
       shared.query_full[query.slot].wait(query.parity);
       multiply_tile(scores, shared.key, shared.query[query.slot]);
@@ -89,13 +89,13 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, segmen
         last_slopes.advance();
         shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
       }
-      limit_scores<kind>(scores, growth, call, work, tile, first_key);
-      tile++;
+      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile));
+      if (++tile == work.tiles.end) tile = work.tiles.begin;
       // Exponentials run beside these products, and slopes beside those below, as they stand between their instructions
       // (see multiply.cuh).
       if constexpr (last) multiply_own_slopes(sums);
-      weigh<kind>(scores, numbers, call);
-      round_to<T>(rounded, scores);
+      if (near_cap) weigh_near_cap<T>(scores, rounded, numbers, call.soft_cap);
+      else weigh<T, kind>(scores, rounded, numbers, call);
       shared.weights_empty[0].wait(parity ^ 1);
       store(shared.weights[0], rounded, shared.weights_full[0]);
       shared.slopes_empty[next_slopes.slot].wait(next_slopes.parity ^ 1);
@@ -106,7 +106,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, segmen
       } else {
         wait_for_products<0>(slopes);
       }
-      slope<kind>(slopes, scores, growth, numbers + queries);
+      slope(slopes, scores, numbers + queries);
       round_to<T>(rounded, slopes);
       store(shared.slopes[next_slopes.slot], rounded, shared.slopes_full[next_slopes.slot]);
       shared.cotangent_empty[cotangent.slot].arrive_as_warp();
@@ -158,7 +158,7 @@ struct PairGradient {
     const bool any = work.tiles.length() > 0;
     if (!any && (!work.last_of_group(call) || (wide && adds))) return;
     float sums[2][Pair::half / 2] = {};
-    for (int i = work.tiles.length(); i > 0; i--) {
+    for (int i = work.steps(call); i > 0; i--) {
       right_full[of_right.slot].wait(of_right.parity);
       left_full[of_left.slot].wait(of_left.parity);
       const auto rows = summed_over_rows(left[of_left.slot], Pair::queries).anew();

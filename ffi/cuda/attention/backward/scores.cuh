@@ -2,6 +2,8 @@
 // numbers of a tile. Rows of accumulators are keys here, and columns queries.
 #pragma once
 
+#include <cfloat>
+
 #include "../../elements.cuh"
 #include "../../exponential.cuh"
 #include "../../wgmma.cuh"
@@ -50,56 +52,93 @@ __device__ void exclude_segments(float (&scores)[count], const BackwardCall& cal
   }
 }
 
-// cap * tanh(scale * product / cap) in units of base 2, and how it grows with the scaled product.
-struct Capped {
-  float score, slope;
-  __device__ Capped(float product, float cap, float scale) {
-    const float root = rsqrtf(1 + exp2_approximately(product * (2 * float(kLog2E) * scale / cap)));
-    const float below = root * root;  // (1 - tanh) / 2
-    score = (cap - 2 * cap * below) * float(kLog2E);
-    slope = 4 * (below - below * below);
-  }
-};
-
-// Caps the products of 64 keys and a tile of queries, and excludes those of masked scores. `growth` is how
-// scores grow with products, if they are capped, and else has one unused element.
-template <BackwardKind kind, int count, int growths, class Work>
-__device__ void limit_scores(float (&scores)[count], float (&growth)[growths], const BackwardCall& call,
-                             const Work& work, int tile, int first_key) {
+// Caps the products of 64 keys and a tile of queries, which are then scores in base 2, and excludes those that are
+// masked, if any `is_masked`. Where any of the warp's is near the cap, they stay products. Returns whether it is so.
+template <BackwardKind kind, int count, class Work>
+__device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, const Work& work, int tile,
+                             int first_key, bool is_masked) {
+  bool near_cap = false;
   if constexpr (kind == BackwardKind::capped) {
+    const SoftCap& cap = call.soft_cap;
+    float tops[4] = {};
 #pragma unroll
-    for (int i = 0; i < count; i++) {
-      const Capped capped(scores[i], call.cap, call.scale);
-      scores[i] = capped.score, growth[i] = capped.slope;
+    for (int i = 0; i < count; i++) tops[i % 4] = fmaxf(tops[i % 4], fabsf(scores[i]));
+    const float top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+    near_cap = __any_sync(0xffffffffu, !(top * std::fabs(cap.ratio) <= SoftCap::below));
+    if (near_cap) {
+#pragma unroll
+      for (int i = 0; i < count; i++) scores[i] = scores[i] == -INFINITY ? -FLT_MAX : scores[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < count; i++) {
+        const float u = scores[i] * cap.ratio;
+        scores[i] = u * cap.factor(u * u);
+      }
     }
   }
   if constexpr (kind != BackwardKind::plain) {
-    if (work.masked(call, tile, first_key)) {
+    if (is_masked) {
       const int key = first_key + row_of_thread(), query = tile * (2 * count) + column_of_thread();
       exclude(scores, {work.limits, key, query});
       if (work.has_segments(call)) exclude_segments(scores, call, work.segment, work.batch, key, query);
     }
   }
+  return near_cap;
 }
 
-// Makes weights of scores. `lse` begins with the thread's first column.
-template <BackwardKind kind, int count>
-__device__ void weigh(float (&scores)[count], const float* lse, const BackwardCall& call) {
-  const float unit = kind == BackwardKind::capped ? 1.f : call.scale2;
+// A weight, and what it is multiplied by how its score grows with the scaled product: by 1 - tanh^2, if it is capped.
+struct Weight {
+  float weight, grown;
+};
+
+// Makes weights of scores, as left operands, and leaves what has grown in the scores' place. `lse` begins with the
+// thread's first column.
+template <class T, int count, class WeightOf>
+__device__ void weigh(float (&scores)[count], uint32_t (&weights)[count / 8][4], const float* lse,
+                      WeightOf weight_of) {
 #pragma unroll
   for (int i = 0; i < count; i += 4) {
     const float2 of_queries = *reinterpret_cast<const float2*>(lse + i * 2);
-    scores[i] = exp2_approximately(fmaf(scores[i], unit, -of_queries.x));
-    scores[i + 1] = exp2_approximately(fmaf(scores[i + 1], unit, -of_queries.y));
-    scores[i + 2] = exp2_approximately(fmaf(scores[i + 2], unit, -of_queries.x));
-    scores[i + 3] = exp2_approximately(fmaf(scores[i + 3], unit, -of_queries.y));
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      const Weight first = weight_of(scores[i + j], of_queries.x), second = weight_of(scores[i + j + 1], of_queries.y);
+      weights[(i + j) / 8][(i + j) / 2 % 4] = bits<uint32_t>(narrow_pair(first.weight, second.weight, T()));
+      scores[i + j] = first.grown, scores[i + j + 1] = second.grown;
+    }
   }
+}
+// Of scores that `limit_scores` has made.
+template <class T, BackwardKind kind, int count>
+__device__ void weigh(float (&scores)[count], uint32_t (&weights)[count / 8][4], const float* lse,
+                      const BackwardCall& call) {
+  if constexpr (kind != BackwardKind::capped) {
+    weigh<T>(scores, weights, lse, [&](float score, float of_query) -> Weight {
+      const float weight = exp2_approximately(fmaf(score, call.scale2, -of_query));
+      return {weight, weight};
+    });
+  } else {
+    const float inverse = 1 / (call.soft_cap.cap * float(kLog2E));
+    weigh<T>(scores, weights, lse, [&](float score, float of_query) -> Weight {
+      const float weight = exp2_approximately(score - of_query), tanh = score * inverse;
+      return {weight, weight * fmaxf(fmaf(-tanh, tanh, 1.f), 0.f)};  // the score may be -inf
+    });
+  }
+}
+// Of products that it has left, near the cap.
+template <class T, int count>
+__device__ void weigh_near_cap(float (&products)[count], uint32_t (&weights)[count / 8][4], const float* lse,
+                               const SoftCap& cap) {
+  const float cap2 = cap.cap * float(kLog2E);
+  weigh<T>(products, weights, lse, [&](float product, float of_query) -> Weight {
+    const float below = below_cap(cap, product);
+    const float weight = product == -INFINITY ? 0 : exp2_approximately(fmaf(-2 * cap2, below, cap2) - of_query);
+    return {weight, weight * (4 * (below - below * below))};
+  });
 }
 
 // Makes slopes of the products of values and cotangents.
-template <BackwardKind kind, int count, int growths>
-__device__ void slope(float (&slopes)[count], const float (&weights)[count], const float (&growth)[growths],
-                      const float* delta) {
+template <int count>
+__device__ void slope(float (&slopes)[count], const float (&weights)[count], const float* delta) {
 #pragma unroll
   for (int i = 0; i < count; i += 4) {
     const float2 of_queries = *reinterpret_cast<const float2*>(delta + i * 2);
@@ -107,10 +146,6 @@ __device__ void slope(float (&slopes)[count], const float (&weights)[count], con
     slopes[i + 1] = weights[i + 1] * (slopes[i + 1] - of_queries.y);
     slopes[i + 2] = weights[i + 2] * (slopes[i + 2] - of_queries.x);
     slopes[i + 3] = weights[i + 3] * (slopes[i + 3] - of_queries.y);
-  }
-  if constexpr (kind == BackwardKind::capped) {
-#pragma unroll
-    for (int i = 0; i < count; i++) slopes[i] *= growth[i];
   }
 }
 

@@ -46,9 +46,10 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   constexpr int row = size + 8;  // padded, so that writes of a warp meet few banks twice
   __shared__ __align__(16) T tile[queries * row];
   const int64_t place = blockIdx.x;
-  const int turn = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
-  const BackwardHead head(call, turn);
-  const int batch = head.batch;
+  const int of_turns = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
+  const int turn = of_turns / call.heads_of_piece;
+  const BackwardHeads heads(call, turn);
+  const int batch = heads.batch, head = heads.first + of_turns % call.heads_of_piece;
   wait_for_sums<size>(call, turn);
   const bool any = has_sums<queries>(call, batch, index);
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
     const int of_tile = i / (size / 8), first = i % (size / 8) * 8, at = index * queries + of_tile;
     if (at >= call.queries || first >= call.size) continue;
     T* to = static_cast<T*>(call.query_gradient) +
-            ((int64_t(batch) * call.queries + at) * call.heads + head.head) * call.size + first;
+            ((int64_t(batch) * call.queries + at) * call.heads + head) * call.size + first;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + of_tile * row + first);
   }
   if (blockIdx.x == gridDim.x - 1) wait_for_last_kernel();  // what comes next also reads that kernel's results
@@ -88,9 +89,10 @@ __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ Backwa
   constexpr int columns = size / parts, row = columns + 4;
   __shared__ __align__(16) float tile[queries * row];
   const int64_t place = blockIdx.x;
-  const int turn = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
-  const BackwardHead head(call, turn);
-  const int batch = head.batch;
+  const int of_turns = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
+  const int turn = of_turns / call.heads_of_piece;
+  const BackwardHeads heads(call, turn);
+  const int batch = heads.batch, head = heads.first + of_turns % call.heads_of_piece;
   wait_for_sums<size>(call, turn);
   const bool any = has_sums<queries>(call, batch, index);
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ Backwa
       if (at >= call.queries || first >= call.size) continue;
       auto* to = reinterpret_cast<float4*>(
           static_cast<float*>(call.query_gradient) +
-          ((int64_t(batch) * call.queries + at) * call.heads + head.head) * call.size + first);
+          ((int64_t(batch) * call.queries + at) * call.heads + head) * call.size + first);
       const float4 own = *reinterpret_cast<const float4*>(tile + of_tile * row + column);
       const float4 before = call.adds_query ? *to : float4{};
       *to = make_float4(before.x + own.x, before.y + own.y, before.z + own.z, before.w + own.w);

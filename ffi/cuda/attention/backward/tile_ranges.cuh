@@ -26,8 +26,8 @@ __device__ void accumulate(Number number, int count, int* carry) {
   __syncthreads();
 }
 
-// Finds these ranges, and of how many heads pieces of work are taken in turn. A block of threads for each element of
-// the batch.
+// Finds these ranges, and of how many turns pieces of work are taken one after the other. A block of threads for each
+// element of the batch.
 template <int size, int threads = 256>
 __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constant__ BackwardCall call) {
   constexpr int queries = BackwardPlan<size>::queries;

@@ -12,7 +12,7 @@ struct BackwardCode {
   static constexpr int groups = 2;                            // warp groups that multiply
   static constexpr int threads = (groups + 1) * kWarpGroup;   // and one that copies
   static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
-  static constexpr int work_slots = 2;                               // pieces of work that are known at a time
+  static constexpr int work_slots = 2;                        // pieces of work that are known at a time
 };
 
 // A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
@@ -61,7 +61,7 @@ auto with_backward_size(int64_t size, Use use) {
 
 // What the workspace has, in bytes:
 //
-//   the counter of pieces of work, and of how many heads they are taken in turn where there are segments, 16;
+//   the counter of pieces of work, and of how many turns they are taken where there are segments, 16;
 //   how many blocks of keys are done, and how many parts of sums are cleared, 4 for each of the heads of all sequences;
 //   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head;
 //   where heads share keys, how many of them have been summed, 4 for each block of keys and part of what is added;

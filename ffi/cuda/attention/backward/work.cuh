@@ -1,15 +1,17 @@
-// The pieces of work of the backward kernel: a block of keys with all queries of one head that attend to it. Which tiles
-// of queries these are, and in which order pieces are taken.
+// The pieces of work of the backward kernel: a block of keys with all queries that attend to it, of one head or some
+// heads that share keys. Which tiles of queries these are, and in which order pieces are taken.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../../hopper.cuh"
 #include "../limits.cuh"
 #include "../segments.cuh"
+#include "../soft_cap.cuh"
 #include "tiles.h"
 
 namespace jaxsoft::cuda {
@@ -31,73 +33,98 @@ struct BackwardCall {
   CUtensorMap query, key, value, cotangent;
   CUtensorMap key_result, value_result;  // the gradients, where they are in 16 bits
   int batch, queries, keys, heads, key_heads, group, size;
+  int heads_of_piece;  // a divisor of the group
+  int turns;           // how many times so many heads there are in the batch
   int key_blocks, query_tiles;
   unsigned pieces;  // of work
   int processors;  // multiprocessors of the device
-  int heads_in_turn;  // of how many heads pieces are taken in turn, at most
+  int heads_in_turn;  // of how many turns pieces are taken one after the other, at most
   int* heads_in_turn_of_segments;  // the same where there are segments, which are not known before
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
-  float cap;
+  SoftCap soft_cap;
   LimitOperands limits;
   Segments query_segments, key_segments;
   SegmentRange* segments;      // (B, blocks of keys): what counts for a block, if there are segments
   QueryTiles* tiles;           // (B, blocks of keys): where there are segments, the tiles of queries of a block
   unsigned char* tile_is_met;  // (B, tiles): likewise, whether a tile is among those of any block
-  float* sums;         // (turns, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
+  // (turns, heads of a piece, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
+  float* sums;
   float* numbers;      // (B * N, tiles, 2, queries of a tile): lse in base 2, then delta
-  // (turns, blocks of keys, blocks of threads that share them), for both parts that each adds: the end of the tiles to
-  // which it has been added.
+  // (turns, heads of a piece, blocks of keys, blocks of threads that share them), for both parts that each adds: the
+  // end of the tiles to which it has been added.
   int2* ends;
-  // Where heads share keys (group.cuh), both (B * K, blocks of keys, parts): the sums of the gradients by keys and values
-  // of some heads, and of how many.
+  // Where pieces of work share keys (group.cuh), both (B * K, blocks of keys, parts): the sums of the gradients by keys
+  // and values of some, and of how many.
   float* group_sums;
   unsigned* summed;
   unsigned long long* counter;  // of pieces that have been taken
   unsigned* added;     // (turns): of how many parts of blocks of keys all has been added
-  // In any order: (turns), how many parts of sums have been cleared, of as many as there are blocks of keys, and how many
-  // turns lie between a block of keys and the sums that it clears.
+  // In any order: (turns), how many parts of sums have been cleared, of as many as there are blocks of keys, and how
+  // many turns lie between a block of keys and the sums that it clears.
   unsigned* cleared;
   int cleared_ahead;
   void *query_gradient, *key_gradient, *value_gradient;
   bool adds_query, adds_key, adds_value;  // whether those in f32 are added to what is there
 };
 
-// Of how many heads pieces of work are taken in turn, where blocks of keys of a head wait for each other. Pieces that are
-// taken at the same time then belong to many heads, but not to more than the cache holds. A block of keys goes over
-// `tiles` of queries, and so many `blocks` go over the `tiles_in_cache`. (TFLOP/s: heads of 64, 2K, on an H100, 335 with
-// one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490 with four, 500 with six; 8K,
-// 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the results do not
-// depend on it.
+// How many heads a piece of work has, of those that share keys. Several pieces have to add up their gradients by keys
+// (group.cuh), which takes the time of two tiles. But the shorter pieces are, the less time passes at the end, when not
+// all multiprocessors have one, and the fewer sums have to stay in the cache. (H200, heads of 128, 32/8, TFLOP/s by one
+// head and by four: causal 8K, 557 and 519; with a window of 1024 keys, 449 and 526.)
+template <int size>
+int heads_of_piece(const BackwardCall& call) {
+  using Plan = BackwardPlan<size>;
+  constexpr int enough_tiles = 48, enough_pieces = 6;  // the latter of each multiprocessor
+  double keys = call.keys;  // of a query
+  if (call.limits.right != kNoLimit) keys /= 2;
+  if (call.limits.left != kNoLimit) keys = std::min(keys, double(call.limits.left) + Plan::keys);
+  if (call.query_segments.data) keys /= 8;  // they are not known here
+  const double tiles = keys / call.keys * call.query_tiles;
+  const double pieces = double(call.batch) * call.heads * call.key_blocks, at_once = call.processors / Plan::blocks;
+  int heads = 1;
+  for (int more = 2; more <= call.group && heads * tiles < enough_tiles; more++)
+    if (call.group % more == 0 && pieces >= enough_pieces * at_once * more) heads = more;
+  return heads;
+}
+
+// Of how many turns pieces of work are taken one after the other, where blocks of keys of a head wait for each other.
+// Pieces that are taken at the same time then belong to many heads, but not to more than the cache holds. A block of
+// keys goes over `tiles` of queries, and so many `blocks` go over the `tiles_in_cache`. (TFLOP/s: heads of 64, 2K, on
+// an H100, 335 with one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490 with four,
+// 500 with six; 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the
+// results do not depend on it.
 template <int size>
 __host__ __device__ int heads_in_turn(const BackwardCall& call, double tiles, double tiles_in_cache, double blocks) {
   using Plan = BackwardPlan<size>;
-  const double of_head = 8. * tiles_in_cache * Plan::queries * size;  // bytes of queries, cotangents, and sums
-  const double at_once = call.processors / Plan::blocks;              // pieces of work
-  const double by_waits = ceil(Plan::stagger * at_once / tiles);
-  const double by_cache = Plan::cache * double(1 << 20) / of_head - at_once / blocks;
-  const double most = call.batch * call.heads, count = by_waits < by_cache ? by_waits : by_cache;
-  return static_cast<int>(count < 1 ? 1 : count < most ? count : most);
+  // Bytes of queries, cotangents, and sums.
+  const double of_turn = 8. * tiles_in_cache * Plan::queries * call.heads_of_piece * size;
+  const double at_once = call.processors / Plan::blocks;  // pieces of work
+  const double by_waits = ceil(Plan::stagger * at_once / (tiles * call.heads_of_piece));
+  const double by_cache = Plan::cache * double(1 << 20) / of_turn - at_once / blocks;
+  const double count = by_waits < by_cache ? by_waits : by_cache;
+  return static_cast<int>(count < 1 ? 1 : count < call.turns ? count : call.turns);
 }
 
-// A head, by its turn. Between those that share keys there are as many others as possible: each adds to what the last
-// has of the gradients by keys and values.
-struct BackwardHead {
-  int batch, head, key_head;
-  __device__ BackwardHead(const BackwardCall& call, int turn)
-      : batch(turn / call.heads),
-        head(turn % call.heads % call.key_heads * call.group + turn % call.heads / call.key_heads),
-        key_head(turn % call.heads % call.key_heads) {}
+// The heads of a turn: the first, and as many as a piece of work has. Between turns that share keys there are as many
+// others as possible: each adds to what the last has of the gradients by keys and values.
+struct BackwardHeads {
+  int batch, key_head, first;
+  __device__ BackwardHeads(const BackwardCall& call, int turn) {
+    const int of_batch = call.heads / call.heads_of_piece, within = turn % of_batch;
+    batch = turn / of_batch, key_head = within % call.key_heads;
+    first = key_head * call.group + within / call.key_heads * call.heads_of_piece;
+  }
 };
 
-// Of which head a piece of work is, by its turn, and which block of keys. Pieces that are taken one after the other
-// belong to some heads in turn: as many as `heads_in_turn`, or a little less, so that no few are left at the end.
+// Of which heads a piece of work is, by their turn, and which block of keys. Pieces that are taken one after the other
+// belong to different turns: as many as `heads_in_turn`, or a little less, so that no few are left at the end.
 struct BackwardPlace {
   int turn, block;
   __device__ BackwardPlace(const BackwardCall& call, unsigned piece, unsigned heads_in_turn) {
-    const unsigned heads = call.batch * call.heads, times = (heads + heads_in_turn - 1) / heads_in_turn;
-    unsigned count = heads / times, first = 0;
-    const unsigned longer = heads % times, of_longer = longer * (count + 1);  // those with a head more come first
+    const unsigned turns = call.turns, times = (turns + heads_in_turn - 1) / heads_in_turn;
+    unsigned count = turns / times, first = 0;
+    const unsigned longer = turns % times, of_longer = longer * (count + 1);  // those with one more come first
     if (piece < of_longer * call.key_blocks) count++;
     else first = of_longer, piece -= of_longer * call.key_blocks;
     first += piece / (count * call.key_blocks) * count;
@@ -115,7 +142,7 @@ struct BackwardWork {
   static constexpr int size = head_size;
   using Plan = BackwardPlan<size>;
   bool there;  // else there are no more
-  int turn, batch, head, key_head, block;
+  int turn, batch, first_head, key_head, block;
   AttentionLimits limits;
   QueryTiles tiles, tiles_of_next;  // the latter those of the next block of keys
   SegmentRange segment;             // of the block, if the call has segments
@@ -126,17 +153,27 @@ struct BackwardWork {
     const bool any_segments = has_segments(call);
     const BackwardPlace place(
         call, piece, any_segments && call.deterministic ? *call.heads_in_turn_of_segments : call.heads_in_turn);
-    const BackwardHead of_turn(call, place.turn);
+    const BackwardHeads heads(call, place.turn);
     turn = place.turn, block = place.block;
-    batch = of_turn.batch, head = of_turn.head, key_head = of_turn.key_head;
+    batch = heads.batch, first_head = heads.first, key_head = heads.key_head;
     limits = {call, batch};
     tiles = range(call, block), tiles_of_next = range(call, block + 1);
     if (any_segments) segment = call.segments[batch * call.key_blocks + block];
   }
   __device__ static bool has_segments(const BackwardCall& call) { return may_be_segmented && call.segments; }
-  // Which of the heads that share keys.
-  __device__ int of_group(const BackwardCall& call) const { return head - key_head * call.group; }
-  __device__ bool last_of_group(const BackwardCall& call) const { return of_group(call) == call.group - 1; }
+  // How many tiles all heads of the piece have.
+  __device__ int steps(const BackwardCall& call) const { return tiles.length() * call.heads_of_piece; }
+  // Where a head of the piece is among those of all turns.
+  __device__ int64_t head_of_turns(const BackwardCall& call, int of_piece) const {
+    return int64_t(turn) * call.heads_of_piece + of_piece;
+  }
+  // How many pieces before have the same keys, and whether none comes after.
+  __device__ int before(const BackwardCall& call) const {
+    return (first_head - key_head * call.group) / call.heads_of_piece;
+  }
+  __device__ bool last_of_group(const BackwardCall& call) const {
+    return first_head + call.heads_of_piece == (key_head + 1) * call.group;
+  }
   // The tiles with a valid score. For each tile these are blocks that follow each other.
   __device__ QueryTiles range(const BackwardCall& call, int of_block) const {
     if (!has_segments(call)) return range(limits, of_block);
@@ -149,11 +186,14 @@ struct BackwardWork {
     if (begin >= end || first >= last) return {0, 0};
     return {first / Plan::queries, (last + Plan::queries - 1) / Plan::queries};
   }
-  // Whether some score of the keys [key, key + 64) and this tile is masked, but for those of queries past the end.
-  __device__ bool masked(const BackwardCall& call, int tile, int key) const {
-    const int query = tile * Plan::queries, end = query + Plan::queries;
-    const bool of_segments = has_segments(call) && (query < segment.inner().begin || end > segment.inner().end);
-    return of_segments || limits.exclude_some(key, key + 64, query, end);
+  // The tiles of which no score with the keys [key, key + 64) is masked, but for those of queries past the end.
+  __device__ QueryTiles unmasked(const BackwardCall& call, int key) const {
+    ElementRange queries = limits.queries_of_all(key, key + 64);
+    if (has_segments(call)) {
+      const ElementRange inner = segment.inner();
+      queries = {max(queries.begin, inner.begin), min(queries.end, inner.end)};
+    }
+    return {(queries.begin + Plan::queries - 1) / Plan::queries, queries.end / Plan::queries};
   }
 };
 

@@ -1,33 +1,13 @@
 // An item of the forward kernel: the queries of one head that a block computes at a time, and the keys that matter.
 #pragma once
 
-#include <cmath>
-
-#include "../../exponential.cuh"
 #include "../../tensor_map.cuh"
 #include "../attention.cuh"
 #include "../segments.cuh"
+#include "../soft_cap.cuh"
 #include "tiles.h"
 
 namespace jaxsoft::cuda {
-
-// What scores far below the soft cap need of it: cap tanh(u), where u is a product times `ratio`, is u times a polynomial
-// of u^2. It is the one of its degree that errs least, relative to tanh(u), for |u| up to 0.75: by 3e-8.
-struct SoftCap {
-  static constexpr int degree = 5;
-  float ratio = 0, limit = 0;    // the limit of products
-  float terms[degree + 1] = {};  // for results in base 2
-  SoftCap() = default;
-  explicit SoftCap(const AttentionCall& call) : ratio(call.scale / call.cap), limit(0.75f / std::fabs(ratio)) {
-    constexpr double of_tanh[] = {1,
-                                  -0x1.5554acdp-2,
-                                  0x1.10ee9a39p-3,
-                                  -0x1.b57a3e5p-5,
-                                  0x1.42a182bcp-6,
-                                  -0x1.39db5f0p-8};
-    for (int i = 0; i <= degree; i++) terms[i] = static_cast<float>(of_tanh[i] * call.cap * kLog2E);
-  }
-};
 
 // A call, as the kernel takes it.
 struct ForwardArguments {
@@ -107,7 +87,7 @@ struct ForwardItem {
     key_head = head / (call.heads / call.key_heads);
     limits = limits_of<kind>(call, batch);
     tiles = {limits, query, Plan::queries, call.queries, Plan::key_tile};
-    if constexpr (kind == ForwardKind::general) {
+    if constexpr (looks_at_segments<kind>) {
       if (args.segments) {
         segments = args.segments[batch * args.blocks_of_head + block];
         tiles.restrict_to(segments, Plan::key_tile);

@@ -163,14 +163,14 @@ struct ForwardTiles {
   }
   // Takes in a tile whatever its scores are: from products to weights.
   __device__ void take_any(Scores& scores, const ForwardItem& item, const TileRange& tiles, int number) {
-    if (kind == ForwardKind::general && scores.args.call.cap > 0) scores.cap(tile);
+    if constexpr (kind == ForwardKind::capped) scores.cap(tile);
     if (tiles.masked(number)) scores.mask(tile, item, number * Plan::key_tile);
     scores.take(tile, factors);
   }
   // From products to weights, by the references as they are.
-  __device__ typename Scores::Taken weigh(Scores& scores) {
-    if (kind == ForwardKind::general && scores.args.call.cap > 0) {
-      if (scores.below_cap(tile)) return scores.weigh_below_cap(tile);
+  __device__ typename Scores::Taken weigh(Scores& scores, bool near_cap) {
+    if constexpr (kind == ForwardKind::capped) {
+      if (!near_cap) return scores.weigh_below_cap(tile);
       scores.cap(tile);
     }
     return scores.weigh(tile);
@@ -219,7 +219,8 @@ struct ForwardTiles {
       number--, step++;
     };
     const int inner_begin = kind == ForwardKind::plain ? begin : max(begin, tiles.inner_begin);
-    bool again = false;  // whether the weights of a tile have overflowed, or are too inexact
+    bool again = false;     // whether the weights of a tile are wrong, have overflowed, or are too inexact
+    bool near_cap = false;  // whether scores of the warp's have been
     while (number >= begin) {
       while (number >= begin && (again || (kind != ForwardKind::plain && tiles.masked(number)))) {
         if (again) multiply_again(step + 1);
@@ -232,10 +233,12 @@ struct ForwardTiles {
       }
       while (number >= inner_begin) {
         start_products(step + 1, step);
-        const auto taken = weigh(scores);
+        const auto taken = weigh(scores, near_cap);
         if (scores.above_limits(taken)) {
           wait_for_products<0>(output, weights);
-          again = !scores.follow(tile, taken, factors);
+          const bool wrong = kind == ForwardKind::capped && __any_sync(0xffffffffu, taken.wrong);
+          near_cap |= wrong;
+          again = wrong || !scores.follow(tile, taken, factors);
           if (again) break;
           rescale_output();
         } else {

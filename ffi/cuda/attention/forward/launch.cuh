@@ -46,7 +46,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
   args.inverse_unit = 1 / args.unit;
-  if (call.cap > 0) args.soft_cap = SoftCap(call);
+  if (call.cap > 0) args.soft_cap = SoftCap(call.cap, call.scale);
   if (call.query_segments) {
     const ForwardSpace space(call.batch, blocks);
     if (call.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
@@ -82,8 +82,9 @@ cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before
                         cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
-  if (call.cap > 0 || call.query_segments)
-    return launch_forward<T, size, ForwardKind::general>(call, before, results, device, stream);
+  if (call.cap > 0) return launch_forward<T, size, ForwardKind::capped>(call, before, results, device, stream);
+  if (call.query_segments)
+    return launch_forward<T, size, ForwardKind::segmented>(call, before, results, device, stream);
   if (call.limits.any() || call.keys <= kFewKeys<size>)
     return launch_forward<T, size, ForwardKind::limited>(call, before, results, device, stream);
   return launch_forward<T, size, ForwardKind::plain>(call, before, results, device, stream);

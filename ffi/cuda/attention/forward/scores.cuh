@@ -29,12 +29,6 @@ struct RowState {
   float sum = 0;      // of them
 };
 
-__device__ inline float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 template <class T, class Plan, ForwardKind kind>
 struct ForwardScores {
   static constexpr int tile = Plan::key_tile, count = tile / 2;  // numbers of a thread
@@ -58,18 +52,9 @@ struct ForwardScores {
 
   // Caps scores.
   __device__ void cap(Tile& scores) const {
-    // cap tanh(u), where (1 - tanh(u)) / 2 = 1 / (1 + exp(2 u)). The hardware's tanh errs by 5e-4 of the cap.
-    const float cap = args.call.cap, twice = static_cast<float>(2 * kLog2E) * args.soft_cap.ratio;
+    const SoftCap& cap = args.soft_cap;
 #pragma unroll
-    for (int i = 0; i < count; i++)
-      scores[i] = fmaf(-2 * cap, reciprocal(1 + exp2_approximately(scores[i] * twice)), cap);
-  }
-  // Whether `weigh_below_cap` serves the tiles of the warp.
-  __device__ bool below_cap(const Tile& scores) const {
-    float top = 0;
-#pragma unroll
-    for (int i = 0; i < count; i++) top = fmaxf(top, fabsf(scores[i]));
-    return __all_sync(0xffffffffu, top <= args.soft_cap.limit);
+    for (int i = 0; i < count; i++) scores[i] = fmaf(-2 * cap.cap, below_cap(cap, scores[i]), cap.cap);
   }
   // Puts limits and segments on scores, which become -inf where they are masked.
   __device__ void mask(Tile& scores, const ForwardItem& item, int first_key) const {
@@ -82,7 +67,7 @@ struct ForwardScores {
       return;
     }
     ElementRange keys[2] = {item.limits.of_query(query), item.limits.of_query(query + 8)};
-    const bool segments = kind == ForwardKind::general && call.key_segments;
+    const bool segments = looks_at_segments<kind> && call.key_segments;
     const bool known = segments && item.segments.known;
     if (known) {
 #pragma unroll
@@ -115,6 +100,7 @@ struct ForwardScores {
   // What the thread has of the weights of a tile, by rows.
   struct Taken {
     float largest[2] = {}, sums[2] = {};
+    bool wrong = false;  // whether the weights are not these: by `weigh_below_cap`
   };
   // Makes weights of scores by the references as they are.
   __device__ Taken weigh(Tile& scores) const {
@@ -123,15 +109,17 @@ struct ForwardScores {
   __device__ Taken weigh(Tile& scores, const float (&references)[2]) const {
     return weigh(scores, references, [&](float score, float reference) { return fmaf(score, args.unit, -reference); });
   }
-  // The same from scores that are not capped yet, without more exponentials, which are what takes the longest.
+  // The same from scores that are not capped yet, if they are far below the cap. It saves exponentials, which are what
+  // takes the longest.
   __device__ Taken weigh_below_cap(Tile& scores) const {
-    return weigh(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)}, [&](float score, float reference) {
+    int top = 0;  // of squares, as integers: above all numbers if one is none
+    Taken taken = weigh(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)}, [&](float score, float reference) {
       const float u = score * args.soft_cap.ratio, square = u * u;
-      float factor = args.soft_cap.terms[SoftCap::degree];
-#pragma unroll
-      for (int i = SoftCap::degree - 1; i >= 0; i--) factor = fmaf(factor, square, args.soft_cap.terms[i]);
-      return fmaf(u, factor, -reference);
+      top = max(top, bits<int>(square));
+      return fmaf(u, args.soft_cap.factor(square), -reference);
     });
+    taken.wrong = top > bits<int>(SoftCap::below * SoftCap::below);
+    return taken;
   }
   template <class Exponent>
   __device__ Taken weigh(Tile& scores, const float (&references)[2], Exponent exponent) const {
@@ -149,12 +137,12 @@ struct ForwardScores {
     for (int r = 0; r < 2; r++) taken.largest[r] = bits<float>(largest[r]);
     return taken;
   }
-  // Whether a weight of the warp's is above the limit of its row. The compiler would put exponentials behind the vote,
-  // if this had not to know what is `never` so.
+  // Whether a weight of the warp's is above the limit of its row, or wrong. The compiler would put exponentials behind
+  // the vote, if this had not to know what is `never` so.
   __device__ bool above_limits(const Taken& taken) const {
     const bool never = taken.sums[0] + taken.sums[1] < 0;
     const int first = !(taken.largest[0] <= limit(rows[0])), second = !(taken.largest[1] <= limit(rows[1]));
-    return __any_sync(0xffffffffu, first | second | int(never));
+    return __any_sync(0xffffffffu, first | second | int(taken.wrong) | int(never));
   }
   // Adds such a tile up.
   __device__ void add(const Taken& taken) {

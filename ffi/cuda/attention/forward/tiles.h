@@ -24,8 +24,11 @@ struct ForwardPlanOf {
   static_assert(groups * computing_registers + copying_registers <= (groups + 1) * (65536 / threads / 8 * 8));
 };
 
-// What masks a call has: none but the end of keys; limits by position and lengths; and anything.
-enum class ForwardKind { plain, limited, general };
+// What is done to the scores of a call: nothing but to mask those past the end of keys; limits by position and lengths;
+// also segments; and also a cap.
+enum class ForwardKind { plain, limited, segmented, capped };
+template <ForwardKind kind>
+constexpr bool looks_at_segments = kind >= ForwardKind::segmented;
 
 // By measurement on an H200: items that are joined are 2 to 5 % faster without limits, and slower under a causal rule,
 // where 176 keys in place of 128 are 2 % faster at 32K and 10 % slower at 2K with heads of 128. No faster were, on an
