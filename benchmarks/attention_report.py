@@ -26,6 +26,11 @@ def by_length(name: str) -> str:
     return tabs(contents)
 
 
+def beside(name: str) -> str:
+    """The table of extras of a record of its own."""
+    return f"{circumstances(name)}\n\n{extras(name)}"
+
+
 def extras(name: str) -> str:
     """The rate over what counts of calls with extras, as a fraction of the plain kernel's, in a tab a direction."""
     record, contents = load(name), {}
@@ -121,5 +126,6 @@ def section(name: str) -> str:
     parts = [circumstances(name), noise(name), standing(name), slower(name), *drawn, by_length(name)]
     if record.of("training"):
         parts += ["What training uses, under the causal rule:", training(name)]
-    parts += ["Beside query, key and value, over the scores that count:", extras(name)]
+    if record.of("extras"):
+        parts += ["Beside query, key and value, over the scores that count:", extras(name)]
     return "\n\n".join(part for part in parts if part)

@@ -162,7 +162,7 @@ def _without_output_residual(name: str, operation: AttentionForward, platform: s
     return with_zeros
 
 
-_ALL = _NEVER = math.inf  # as the last length, and as the first
+_ALL = math.inf  # as the last length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,15 +193,14 @@ _PALLAS_UP_TO = {
 
 # The lengths from which on the CUDA kernels are the fastest, by the generation and the head size, with as many queries
 # as keys, whether gradients have the same bits on every run or not. By the same record: where these say so, the CUDA
-# kernels are 1.00 to 1.26 times as fast as cuDNN forward, and 1.09 to 1.47 times with gradients. They are nowhere
-# behind Pallas but at 1024 keys under a causal rule, by up to 2 %, where runs differ by as much. Heads of 96, which
-# they compute as 128, are 4 to 11 % slower by them forward.
+# kernels are 1.06 to 1.30 times as fast as cuDNN forward, and 1.11 to 1.42 times with gradients, and nowhere behind
+# Pallas.
 _FFI_FROM = {
     Generation.HOPPER: {
         64: _Lengths((2048, 4096), (512, 512)),
-        96: _Lengths((_NEVER, _NEVER), (512, 1024)),
-        128: _Lengths((1024, 1024), (512, 512)),
-        256: _Lengths((512, 1024), (512, 512)),
+        96: _Lengths((2048, 2048), (512, 1024)),
+        128: _Lengths((512, 512), (512, 512)),
+        256: _Lengths((512, 2048), (512, 512)),
     }
 }
 
