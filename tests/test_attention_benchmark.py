@@ -232,7 +232,7 @@ def test_peer_in_torch(extra, monkeypatch):
 
 @pytest.fixture
 def record(monkeypatch):
-    """The record on an H200 without FlashAttention, as if FlashAttention-4 had taken 0.9 times jaxsoft's time in one case
+    """The record on an H200 without FlashAttention, as if FlashAttention-4 had taken 0.9 times jaxsoft's time in a case
     and in a new one.
     """
     of_gpu = records.load("h200_attention")
