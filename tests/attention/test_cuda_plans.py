@@ -111,16 +111,19 @@ def test_workspaces_of_few_queries(name, processors):
 
 
 def test_workspaces_of_gradients():
-    """Sums in f32, two numbers a query, how far each block of keys is, counters, and what segments leave."""
+    """Sums in f32, two numbers a query, how far each block of keys is, counters, and what segments leave. Where heads
+    share keys, also sums of the gradients by keys and values, and how many heads each has.
+    """
     for call in random_sizes("attention_backward"):
         padded = columns(call.size)
         heads, queries = call.batch * call.heads, multiple(call.queries, 96 if padded == 64 else 64)
-        ends = 8 * heads * parts(call.keys, 128) * (2 if padded == 256 else 1)
-        counts = multiple(16 + 8 * call.batch * call.key_heads + ends, 256)
-        expected = counts + heads * queries * (4 * padded + 8)
+        blocks, pair = parts(call.keys, 128), 2 if padded == 256 else 1
+        shared = call.batch * call.key_heads * blocks if call.heads > call.key_heads else 0
+        counts = multiple(16 + 8 * heads + 8 * heads * blocks * pair + 8 * shared * pair, 256)
+        expected = counts + heads * queries * (4 * padded + 8) + 8 * shared * 128 * padded
         assert call.workspace(132) == call.workspace(78) == expected, call
         tiles = queries // (96 if padded == 64 else 64)
-        expected += call.batch * (40 * parts(call.keys, 128) + tiles)
+        expected += call.batch * (40 * blocks + tiles)
         segmented = dataclasses.replace(call, extras="query_segments,key_segments")
         assert segmented.workspace(132) == expected, call
 
