@@ -38,7 +38,7 @@ struct Sizes {
 inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
   if (call.is("attention_forward"))
     return cuda::with_forward_size(call.size, [&](auto size) {
-      constexpr int64_t queries = cuda::ForwardPlan<size, cuda::ForwardKind::segmented>::queries;
+      constexpr int64_t queries = cuda::ForwardPlan<size, cuda::ScoreKind::segmented>::queries;
       return cuda::ForwardSpace(call.has("segments") ? call.batch : 0, (call.queries + queries - 1) / queries).bytes();
     });
   if (call.is("attention_backward"))
@@ -53,7 +53,7 @@ inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
       .bytes;
 }
 
-template <cuda::ForwardKind kind>
+template <cuda::ScoreKind kind>
 std::string forward_plan(int64_t size_of_heads) {
   return cuda::with_forward_size(size_of_heads, [](auto size) {
     using Plan = cuda::ForwardPlan<size, kind>;
@@ -67,13 +67,13 @@ std::string forward_plan(int64_t size_of_heads) {
 // For example "decode_few_rows: 16 rows a block, up to 12 chunks of keys; clear may precede it, and merge follows". The
 // first word is in the name of the kernel, as a profiler shows it, and so are those of the kernels around it.
 inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
-  using cuda::ForwardKind;
+  using cuda::ScoreKind;
   if (call.is("attention_forward")) {
-    if (call.capped) return forward_plan<ForwardKind::capped>(call.size);
-    if (call.has("segments")) return forward_plan<ForwardKind::segmented>(call.size);
+    if (call.capped) return forward_plan<ScoreKind::capped>(call.size);
+    if (call.has("segments")) return forward_plan<ScoreKind::segmented>(call.size);
     if (call.has_limits() || cuda::has_few_keys(call.size, call.keys))
-      return forward_plan<ForwardKind::limited>(call.size);
-    return forward_plan<ForwardKind::plain>(call.size);
+      return forward_plan<ScoreKind::limited>(call.size);
+    return forward_plan<ScoreKind::plain>(call.size);
   }
   std::ostringstream text;
   if (call.is("attention_backward")) {

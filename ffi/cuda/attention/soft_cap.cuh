@@ -9,7 +9,7 @@ namespace jaxsoft::cuda {
 // one of its degree that errs least, relative to tanh(u), for |u| up to 0.65: by 1.9e-7.
 struct SoftCap {
   static constexpr int degree = 4;
-  static constexpr float below = 0.65f;  // where u is that
+  static constexpr float far_below = 0.65f;  // up to this |u|
   float cap = 0;                 // 0 if there is none
   float ratio = 0;               // u is a product times it
   float terms[degree + 1] = {};  // for results in base 2
@@ -26,14 +26,14 @@ struct SoftCap {
     for (int i = degree - 1; i >= 0; i--) sum = fmaf(sum, square, terms[i]);
     return sum;
   }
-};
 
-// (1 - tanh(u)) / 2 of a product. The hardware's tanh errs by 5e-4.
-__device__ inline float below_cap(const SoftCap& cap, float product) {
-  float below;
-  const float of_exponential = 1 + exp2_approximately(product * (2 * float(kLog2E) * cap.ratio));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(below) : "f"(of_exponential));
-  return below;
-}
+  // The logistic function of -2 u, which is (1 - tanh(u)) / 2, of any product. The hardware's tanh errs by 5e-4.
+  __device__ float logistic(float product) const {
+    float result;
+    const float of_exponential = 1 + exp2_approximately(product * (2 * float(kLog2E) * ratio));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(of_exponential));
+    return result;
+  }
+};
 
 }  // namespace jaxsoft::cuda

@@ -15,7 +15,7 @@
 
 namespace jaxsoft::cuda {
 
-template <class T, int size, BackwardKind kind, bool wide>
+template <class T, int size, ScoreKind kind, bool wide>
 __global__ void __launch_bounds__(BackwardCode::threads, 1)
     attention_backward(const __grid_constant__ BackwardCall call) {
   let_next_kernel_start();
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
 }
 
 // The same for heads of more than 128, by pairs of blocks.
-template <class T, BackwardKind kind, bool wide>
+template <class T, ScoreKind kind, bool wide>
 __global__ void __launch_bounds__(BackwardPair<T, false>::threads, 1)
     attention_backward_in_pairs(const __grid_constant__ BackwardCall call) {
   let_next_kernel_start();
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(BackwardPair<T, false>::threads, 1)
   }
 }
 
-template <class T, int size, BackwardKind kind, bool wide>
+template <class T, int size, ScoreKind kind, bool wide>
 cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
   using Plan = BackwardPlan<size>;
   constexpr bool segmented = may_have_segments<kind>;
@@ -95,8 +95,8 @@ cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradient
   prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
   BackwardCall ordered = call;
-  ordered.heads_in_turn =
-      call.deterministic ? heads_in_turn<size>(call, call.query_tiles, call.query_tiles, call.key_blocks) : 1;
+  ordered.turns_together =
+      call.deterministic ? turns_together<size>(call, call.query_tiles, call.query_tiles, call.key_blocks) : 1;
   const auto at_once = std::min<unsigned>(call.pieces, call.processors / Plan::blocks);
   if (auto e = cudaGetLastError()) return e;
   cudaLaunchAttribute attributes[2] = {overlapping(), in_clusters_of(Plan::blocks)};
@@ -108,7 +108,7 @@ cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradient
   return cudaLaunchKernelEx(&config, wide ? store_sums<T, size> : round_sums<T, size>, call);
 }
 
-template <class T, int size, BackwardKind kind>
+template <class T, int size, ScoreKind kind>
 cudaError_t launch_backward(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
   if (gradients.wide) return launch_backward_as<T, size, kind, true>(call, gradients, stream);
   return launch_backward_as<T, size, kind, false>(call, gradients, stream);
@@ -176,7 +176,7 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   call.segments = reinterpret_cast<SegmentRange*>(take(space.segments));
   call.tiles = reinterpret_cast<QueryTiles*>(take(space.tiles));
   call.tile_is_met = take(space.tile_is_met);
-  call.heads_in_turn_of_segments = reinterpret_cast<int*>(call.counter + 1);
+  call.turns_together_of_segments = reinterpret_cast<int*>(call.counter + 1);
   find_segment_ranges<<<call.key_blocks * given.batch, 256, 0, stream>>>(call.key_segments, call.query_segments,
                                                                         call.key_blocks, Plan::keys, call.segments);
   if (auto e = cudaGetLastError()) return e;
@@ -189,10 +189,10 @@ cudaError_t run_backward(BackwardCall& call, const AttentionCall& given, const A
                          cudaStream_t stream) {
   if (auto e = prepare_backward<size>(call, given, gradients, stream)) return e;
   const bool limited = given.limits.of_keys() || given.keys % BackwardPlan<size>::keys;
-  if (given.cap > 0) return launch_backward<T, size, BackwardKind::capped>(call, gradients, stream);
-  if (given.query_segments) return launch_backward<T, size, BackwardKind::segmented>(call, gradients, stream);
-  if (limited) return launch_backward<T, size, BackwardKind::limited>(call, gradients, stream);
-  return launch_backward<T, size, BackwardKind::plain>(call, gradients, stream);
+  if (given.cap > 0) return launch_backward<T, size, ScoreKind::capped>(call, gradients, stream);
+  if (given.query_segments) return launch_backward<T, size, ScoreKind::segmented>(call, gradients, stream);
+  if (limited) return launch_backward<T, size, ScoreKind::limited>(call, gradients, stream);
+  return launch_backward<T, size, ScoreKind::plain>(call, gradients, stream);
 }
 
 }  // namespace jaxsoft::cuda

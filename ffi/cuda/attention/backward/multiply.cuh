@@ -1,7 +1,6 @@
 // The warp groups that multiply, of the backward kernel. Each has 64 keys of the block.
 #pragma once
 
-#include "../stage.cuh"
 #include "group.cuh"
 #include "plan.cuh"
 #include "scores.cuh"
@@ -85,7 +84,7 @@ __device__ void write_gradient(void* gradient, bool adds, const BackwardCall& ca
   }
 }
 
-template <BackwardKind kind, bool wide, class T, int size, bool segmented>
+template <ScoreKind kind, bool wide, class T, int size, bool segmented>
 __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size, segmented>& shared, int group) {
   using Plan = BackwardPlan<size>;
   using Shared = BackwardShared<T, size, segmented>;

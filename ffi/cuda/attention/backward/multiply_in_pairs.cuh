@@ -8,7 +8,7 @@
 
 namespace jaxsoft::cuda {
 
-template <BackwardKind kind, class T, bool segmented>
+template <ScoreKind kind, class T, bool segmented>
 __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, segmented>& shared, unsigned rank) {
   using Pair = BackwardPair<T, segmented>;
   using Plan = typename Pair::Plan;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../../warp_groups.cuh"
+#include "../stage.cuh"
 #include "work.cuh"
 
 namespace jaxsoft::cuda {
@@ -23,7 +24,7 @@ struct BackwardShared {
   static constexpr int parts = boxes > Code::groups ? boxes / Code::groups : 1;
   static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / Code::groups;
   static constexpr int sum = 64 * sum_queries;
-  static constexpr int stage_box = 64 * 64;  // elements of a box of 64 keys
+  static constexpr int stage_box = kStageBox / sizeof(T);
 
   // Boxes of tensor_map.cuh, of 64 columns.
   alignas(1024) T key[Plan::keys * size];

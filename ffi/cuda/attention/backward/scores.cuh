@@ -54,18 +54,19 @@ __device__ void exclude_segments(float (&scores)[count], const BackwardCall& cal
 
 // Caps the products of 64 keys and a tile of queries, which are then scores in base 2, and excludes those that are
 // masked, if any `is_masked`. Where any of the warp's is near the cap, they stay products. Returns whether it is so.
-template <BackwardKind kind, int count, class Work>
+template <ScoreKind kind, int count, class Work>
 __device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, const Work& work, int tile,
                              int first_key, bool is_masked) {
   bool near_cap = false;
-  if constexpr (kind == BackwardKind::capped) {
+  if constexpr (kind == ScoreKind::capped) {
     const SoftCap& cap = call.soft_cap;
     float tops[4] = {};
 #pragma unroll
     for (int i = 0; i < count; i++) tops[i % 4] = fmaxf(tops[i % 4], fabsf(scores[i]));
     const float top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-    near_cap = __any_sync(0xffffffffu, !(top * std::fabs(cap.ratio) <= SoftCap::below));
+    near_cap = __any_sync(0xffffffffu, !(top * std::fabs(cap.ratio) <= SoftCap::far_below));
     if (near_cap) {
+      // An infinite product has the score -cap, but one that is -inf below is masked.
 #pragma unroll
       for (int i = 0; i < count; i++) scores[i] = scores[i] == -INFINITY ? -FLT_MAX : scores[i];
     } else {
@@ -76,7 +77,7 @@ __device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, c
       }
     }
   }
-  if constexpr (kind != BackwardKind::plain) {
+  if constexpr (kind != ScoreKind::plain) {
     if (is_masked) {
       const int key = first_key + row_of_thread(), query = tile * (2 * count) + column_of_thread();
       exclude(scores, {work.limits, key, query});
@@ -108,10 +109,10 @@ __device__ void weigh(float (&scores)[count], uint32_t (&weights)[count / 8][4],
   }
 }
 // Of scores that `limit_scores` has made.
-template <class T, BackwardKind kind, int count>
+template <class T, ScoreKind kind, int count>
 __device__ void weigh(float (&scores)[count], uint32_t (&weights)[count / 8][4], const float* lse,
                       const BackwardCall& call) {
-  if constexpr (kind != BackwardKind::capped) {
+  if constexpr (kind != ScoreKind::capped) {
     weigh<T>(scores, weights, lse, [&](float score, float of_query) -> Weight {
       const float weight = exp2_approximately(fmaf(score, call.scale2, -of_query));
       return {weight, weight};
@@ -130,9 +131,9 @@ __device__ void weigh_near_cap(float (&products)[count], uint32_t (&weights)[cou
                                const SoftCap& cap) {
   const float cap2 = cap.cap * float(kLog2E);
   weigh<T>(products, weights, lse, [&](float product, float of_query) -> Weight {
-    const float below = below_cap(cap, product);
-    const float weight = product == -INFINITY ? 0 : exp2_approximately(fmaf(-2 * cap2, below, cap2) - of_query);
-    return {weight, weight * (4 * (below - below * below))};
+    const float logistic = cap.logistic(product);
+    const float weight = product == -INFINITY ? 0 : exp2_approximately(fmaf(-2 * cap2, logistic, cap2) - of_query);
+    return {weight, weight * (4 * (logistic - logistic * logistic))};
   });
 }
 

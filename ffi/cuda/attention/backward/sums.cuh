@@ -34,6 +34,22 @@ __device__ bool has_sums(const BackwardCall& call, int batch, int tile) {
                                 min(tile * queries + queries, limits.last_query(limits.keys));
 }
 
+// Which tile of sums a block of threads has, in the order of the turns.
+struct SumsPlace {
+  int64_t number = blockIdx.x;
+  int turn, batch, head, tile;
+  __device__ explicit SumsPlace(const BackwardCall& call) {
+    const int of_turns = static_cast<int>(number / call.query_tiles);
+    tile = static_cast<int>(number % call.query_tiles), turn = of_turns / call.heads_of_piece;
+    const BackwardHeads heads(call, turn);
+    batch = heads.batch, head = heads.first + of_turns % call.heads_of_piece;
+  }
+  // Where a query's row is among those of the gradient.
+  __device__ int64_t row(const BackwardCall& call, int query) const {
+    return (int64_t(batch) * call.queries + query) * call.heads + head;
+  }
+};
+
 // Rounds a tile of sums to rows of the gradient. They are in the order of accumulators of (columns of the head,
 // queries), or where blocks work in pairs, of (queries, columns of the head). It may start before the kernel that adds
 // them ends, as most heads are complete by then: so multiprocessors have work while others are at their last block of
@@ -45,15 +61,11 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries;
   constexpr int row = size + 8;  // padded, so that writes of a warp meet few banks twice
   __shared__ __align__(16) T tile[queries * row];
-  const int64_t place = blockIdx.x;
-  const int of_turns = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
-  const int turn = of_turns / call.heads_of_piece;
-  const BackwardHeads heads(call, turn);
-  const int batch = heads.batch, head = heads.first + of_turns % call.heads_of_piece;
-  wait_for_sums<size>(call, turn);
-  const bool any = has_sums<queries>(call, batch, index);
+  const SumsPlace place(call);
+  wait_for_sums<size>(call, place.turn);
+  const bool any = has_sums<queries>(call, place.batch, place.tile);
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
-  const float* sums = call.sums + place * Shared::tile + group * (Shared::parts * Shared::sum);
+  const float* sums = call.sums + place.number * Shared::tile + group * (Shared::parts * Shared::sum);
 #pragma unroll
   for (int part = 0; part < Shared::parts; part++) {
     constexpr bool by_queries = Plan::blocks > 1;
@@ -71,10 +83,10 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   }
   __syncthreads();
   for (int i = threadIdx.x; i < queries * size / 8; i += blockDim.x) {
-    const int of_tile = i / (size / 8), first = i % (size / 8) * 8, at = index * queries + of_tile;
+    const int of_tile = i / (size / 8), first = i % (size / 8) * 8, at = place.tile * queries + of_tile;
     if (at >= call.queries || first >= call.size) continue;
     T* to = static_cast<T*>(call.query_gradient) +
-            ((int64_t(batch) * call.queries + at) * call.heads + head) * call.size + first;
+            place.row(call, at) * call.size + first;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + of_tile * row + first);
   }
   if (blockIdx.x == gridDim.x - 1) wait_for_last_kernel();  // what comes next also reads that kernel's results
@@ -88,15 +100,11 @@ __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ Backwa
   constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries, parts = Shared::parts;
   constexpr int columns = size / parts, row = columns + 4;
   __shared__ __align__(16) float tile[queries * row];
-  const int64_t place = blockIdx.x;
-  const int of_turns = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
-  const int turn = of_turns / call.heads_of_piece;
-  const BackwardHeads heads(call, turn);
-  const int batch = heads.batch, head = heads.first + of_turns % call.heads_of_piece;
-  wait_for_sums<size>(call, turn);
-  const bool any = has_sums<queries>(call, batch, index);
+  const SumsPlace place(call);
+  wait_for_sums<size>(call, place.turn);
+  const bool any = has_sums<queries>(call, place.batch, place.tile);
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
-  const float* sums = call.sums + place * Shared::tile + group * (parts * Shared::sum);
+  const float* sums = call.sums + place.number * Shared::tile + group * (parts * Shared::sum);
 #pragma unroll
   for (int part = 0; part < parts; part++) {
     if (!any && call.adds_query) break;
@@ -115,12 +123,12 @@ __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ Backwa
     }
     __syncthreads();
     for (int i = threadIdx.x; i < queries * columns / 4; i += blockDim.x) {
-      const int of_tile = i / (columns / 4), column = i % (columns / 4) * 4, at = index * queries + of_tile;
+      const int of_tile = i / (columns / 4), column = i % (columns / 4) * 4, at = place.tile * queries + of_tile;
       const int first = (column / 64 * parts + part) * 64 + column % 64;
       if (at >= call.queries || first >= call.size) continue;
       auto* to = reinterpret_cast<float4*>(
           static_cast<float*>(call.query_gradient) +
-          ((int64_t(batch) * call.queries + at) * call.heads + head) * call.size + first);
+          place.row(call, at) * call.size + first);
       const float4 own = *reinterpret_cast<const float4*>(tile + of_tile * row + column);
       const float4 before = call.adds_query ? *to : float4{};
       *to = make_float4(before.x + own.x, before.y + own.y, before.z + own.z, before.w + own.w);

@@ -26,8 +26,8 @@ __device__ void accumulate(Number number, int count, int* carry) {
   __syncthreads();
 }
 
-// Finds these ranges, and of how many turns pieces of work are taken one after the other. A block of threads for each
-// element of the batch.
+// Finds these ranges, and from how many turns pieces of work are taken alternately. A block of threads for each element
+// of the batch.
 template <int size, int threads = 256>
 __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constant__ BackwardCall call) {
   constexpr int queries = BackwardPlan<size>::queries;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constan
     const double mean = static_cast<double>(max(total, 1)) / max(met_blocks, 1);
     const double length = call.limits.right == kNoLimit ? mean : most;
     const double of_blocks = max(1., length * queries / BackwardPlan<size>::keys);
-    atomicMax(call.heads_in_turn_of_segments, heads_in_turn<size>(call, mean, length, of_blocks));
+    atomicMax(call.turns_together_of_segments, turns_together<size>(call, mean, length, of_blocks));
   }
   for (int tile = threadIdx.x; tile < call.query_tiles; tile += threads) {
     bool met = false;

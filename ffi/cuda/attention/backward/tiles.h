@@ -28,7 +28,7 @@ struct BackwardCode {
 // which takes a microsecond, and blocks of keys of one head should begin `stagger` tiles one after the other. What
 // blocks read and add to should stay in the cache, of which there are `cache` MiB. The last three are by measurement.
 // (H200, heads of 128, 8K, without a causal rule and with one, TFLOP/s: 584 and 551; with a signal for each tile, 565
-// and 518; with a stagger of 2.5 in 40 MiB, which are two heads in turn and not four, 507 and 542.) A pair of blocks
+// and 518; with a stagger of 2.5 in 40 MiB, which are two turns together and not four, 507 and 542.) A pair of blocks
 // signals each tile (copy_in_pairs.cuh).
 template <int size>
 struct BackwardPlan;
@@ -61,7 +61,7 @@ auto with_backward_size(int64_t size, Use use) {
 
 // What the workspace has, in bytes:
 //
-//   the counter of pieces of work, and of how many turns they are taken where there are segments, 16;
+//   the counter of pieces of work, and from how many turns they are taken alternately where there are segments, 16;
 //   how many blocks of keys are done, and how many parts of sums are cleared, 4 for each of the heads of all sequences;
 //   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head;
 //   where heads share keys, how many of them have been summed, 4 for each block of keys and part of what is added;

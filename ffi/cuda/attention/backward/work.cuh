@@ -10,16 +10,12 @@
 
 #include "../../hopper.cuh"
 #include "../limits.cuh"
+#include "../score_kind.h"
 #include "../segments.cuh"
 #include "../soft_cap.cuh"
 #include "tiles.h"
 
 namespace jaxsoft::cuda {
-
-// Which scores need a look: none, those near limits, also those of segments, and all.
-enum class BackwardKind { plain, limited, segmented, capped };
-template <BackwardKind kind>
-constexpr bool may_have_segments = kind >= BackwardKind::segmented;
 
 // Some tiles of queries, one after the other.
 struct QueryTiles {
@@ -38,8 +34,8 @@ struct BackwardCall {
   int key_blocks, query_tiles;
   unsigned pieces;  // of work
   int processors;  // multiprocessors of the device
-  int heads_in_turn;  // of how many turns pieces are taken one after the other, at most
-  int* heads_in_turn_of_segments;  // the same where there are segments, which are not known before
+  int turns_together;  // from how many turns at most pieces are taken alternately
+  int* turns_together_of_segments;  // the same where there are segments, which are not known before
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
   SoftCap soft_cap;
@@ -70,8 +66,8 @@ struct BackwardCall {
 
 // How many heads a piece of work has, of those that share keys. Several pieces have to add up their gradients by keys
 // (group.cuh), which takes the time of two tiles. But the shorter pieces are, the less time passes at the end, when not
-// all multiprocessors have one, and the fewer sums have to stay in the cache. (H200, heads of 128, 32/8, TFLOP/s by one
-// head and by four: causal 8K, 557 and 519; with a window of 1024 keys, 449 and 526.)
+// all multiprocessors have one, and the fewer sums have to stay in the cache. (H200, heads of 128, 32/8, with a window
+// of 1024 keys: one head at a time takes 1.18 times as long as four.)
 template <int size>
 int heads_of_piece(const BackwardCall& call) {
   using Plan = BackwardPlan<size>;
@@ -88,14 +84,14 @@ int heads_of_piece(const BackwardCall& call) {
   return heads;
 }
 
-// Of how many turns pieces of work are taken one after the other, where blocks of keys of a head wait for each other.
-// Pieces that are taken at the same time then belong to many heads, but not to more than the cache holds. A block of
-// keys goes over `tiles` of queries, and so many `blocks` go over the `tiles_in_cache`. (TFLOP/s: heads of 64, 2K, on
-// an H100, 335 with one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490 with four,
-// 500 with six; 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the
-// results do not depend on it.
+// From how many turns pieces of work are taken alternately, where blocks of keys of a head wait for each other. Pieces
+// that are taken at the same time then belong to many heads, but not to more than the cache holds. A block of keys goes
+// over `tiles` of queries, and so many `blocks` go over the `tiles_in_cache`. (TFLOP/s by turns of one head: heads of
+// 64, 2K, on an H100, 335 with one, 430 with 15. Heads of 256, on an H200, 2K, 428 with one, 490 with four, 500 with
+// six; 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the results
+// do not depend on it.
 template <int size>
-__host__ __device__ int heads_in_turn(const BackwardCall& call, double tiles, double tiles_in_cache, double blocks) {
+__host__ __device__ int turns_together(const BackwardCall& call, double tiles, double tiles_in_cache, double blocks) {
   using Plan = BackwardPlan<size>;
   // Bytes of queries, cotangents, and sums.
   const double of_turn = 8. * tiles_in_cache * Plan::queries * call.heads_of_piece * size;
@@ -117,12 +113,12 @@ struct BackwardHeads {
   }
 };
 
-// Of which heads a piece of work is, by their turn, and which block of keys. Pieces that are taken one after the other
-// belong to different turns: as many as `heads_in_turn`, or a little less, so that no few are left at the end.
+// Of which turn a piece of work is, and which block of keys. Pieces are taken alternately from some turns: as many as
+// `turns_together` says, or a few less, so that no few are left at the end.
 struct BackwardPlace {
   int turn, block;
-  __device__ BackwardPlace(const BackwardCall& call, unsigned piece, unsigned heads_in_turn) {
-    const unsigned turns = call.turns, times = (turns + heads_in_turn - 1) / heads_in_turn;
+  __device__ BackwardPlace(const BackwardCall& call, unsigned piece, unsigned turns_together) {
+    const unsigned turns = call.turns, times = (turns + turns_together - 1) / turns_together;
     unsigned count = turns / times, first = 0;
     const unsigned longer = turns % times, of_longer = longer * (count + 1);  // those with one more come first
     if (piece < of_longer * call.key_blocks) count++;
@@ -152,7 +148,7 @@ struct BackwardWork {
     if (!there) return;
     const bool any_segments = has_segments(call);
     const BackwardPlace place(
-        call, piece, any_segments && call.deterministic ? *call.heads_in_turn_of_segments : call.heads_in_turn);
+        call, piece, any_segments && call.deterministic ? *call.turns_together_of_segments : call.turns_together);
     const BackwardHeads heads(call, place.turn);
     turn = place.turn, block = place.block;
     batch = heads.batch, first_head = heads.first, key_head = heads.key_head;

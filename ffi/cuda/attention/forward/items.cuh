@@ -29,9 +29,9 @@ struct ForwardArguments {
 };
 
 // The limits of an element of the batch. In a plain call all keys count for each query.
-template <ForwardKind kind>
+template <ScoreKind kind>
 __device__ AttentionLimits limits_of(const AttentionCall& call, int batch) {
-  if constexpr (kind == ForwardKind::plain) return AttentionLimits(call.queries, call.keys);
+  if constexpr (kind == ScoreKind::plain) return AttentionLimits(call.queries, call.keys);
   else return AttentionLimits(call, batch);
 }
 
@@ -72,7 +72,7 @@ struct ForwardItem {
   AttentionLimits limits;
   SegmentRange segments;  // if the call has any
   TileRange tiles;
-  template <class Plan, ForwardKind kind>
+  template <class Plan, ScoreKind kind>
   __device__ void set(const ForwardArguments& args, int number) {
     const AttentionCall& call = args.call;
     there = number < args.items;
@@ -87,7 +87,7 @@ struct ForwardItem {
     key_head = head / (call.heads / call.key_heads);
     limits = limits_of<kind>(call, batch);
     tiles = {limits, query, Plan::queries, call.queries, Plan::key_tile};
-    if constexpr (looks_at_segments<kind>) {
+    if constexpr (may_have_segments<kind>) {
       if (args.segments) {
         segments = args.segments[batch * args.blocks_of_head + block];
         tiles.restrict_to(segments, Plan::key_tile);

@@ -24,7 +24,7 @@ template <class Plan>
 using ItemSlot = SlotOf<ForwardMemory<Plan>::item_slots>;
 
 // The copying thread: takes items, and fills slots with their tiles.
-template <class Plan, ForwardKind kind>
+template <class Plan, ScoreKind kind>
 __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
   unsigned step = 0;
   int number = blockIdx.x;
@@ -83,7 +83,7 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
 // product of the next item, as it is within an item. The exact form of the code matters: the compiler has to see that
 // all of a warp go the same way, registers just suffice, and the schedules that it finds for the main loop differ by
 // several per cent.
-template <class T, class Plan, ForwardKind kind>
+template <class T, class Plan, ScoreKind kind>
 struct ForwardTiles {
   using Scores = ForwardScores<T, Plan, kind>;
 
@@ -163,13 +163,13 @@ struct ForwardTiles {
   }
   // Takes in a tile whatever its scores are: from products to weights.
   __device__ void take_any(Scores& scores, const ForwardItem& item, const TileRange& tiles, int number) {
-    if constexpr (kind == ForwardKind::capped) scores.cap(tile);
+    if constexpr (kind == ScoreKind::capped) scores.cap(tile);
     if (tiles.masked(number)) scores.mask(tile, item, number * Plan::key_tile);
     scores.take(tile, factors);
   }
   // From products to weights, by the references as they are.
   __device__ typename Scores::Taken weigh(Scores& scores, bool near_cap) {
-    if constexpr (kind == ForwardKind::capped) {
+    if constexpr (kind == ScoreKind::capped) {
       if (!near_cap) return scores.weigh_below_cap(tile);
       scores.cap(tile);
     }
@@ -218,11 +218,11 @@ struct ForwardTiles {
       Scores::round(tile, weights);
       number--, step++;
     };
-    const int inner_begin = kind == ForwardKind::plain ? begin : max(begin, tiles.inner_begin);
+    const int inner_begin = kind == ScoreKind::plain ? begin : max(begin, tiles.inner_begin);
     bool again = false;     // whether the weights of a tile are wrong, have overflowed, or are too inexact
     bool near_cap = false;  // whether scores of the warp's have been
     while (number >= begin) {
-      while (number >= begin && (again || (kind != ForwardKind::plain && tiles.masked(number)))) {
+      while (number >= begin && (again || (kind != ScoreKind::plain && tiles.masked(number)))) {
         if (again) multiply_again(step + 1);
         else start_products(step + 1, step);
         take_any(scores, item, tiles, number);
@@ -236,7 +236,7 @@ struct ForwardTiles {
         const auto taken = weigh(scores, near_cap);
         if (scores.above_limits(taken)) {
           wait_for_products<0>(output, weights);
-          const bool wrong = kind == ForwardKind::capped && __any_sync(0xffffffffu, taken.wrong);
+          const bool wrong = kind == ScoreKind::capped && __any_sync(0xffffffffu, taken.wrong);
           near_cap |= wrong;
           again = wrong || !scores.follow(tile, taken, factors);
           if (again) break;
@@ -258,7 +258,7 @@ struct ForwardTiles {
 };
 
 // The warp groups that compute.
-template <class T, class Plan, ForwardKind kind>
+template <class T, class Plan, ScoreKind kind>
 __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
   using Scores = ForwardScores<T, Plan, kind>;
   const int group = warp_group() - 1;
@@ -305,7 +305,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     if (!item.there) break;
     const int first_query = item.query + group * Plan::group_queries;
     TileRange own = item.tiles;
-    if constexpr (!Plan::turns && kind != ForwardKind::plain) {
+    if constexpr (!Plan::turns && kind != ScoreKind::plain) {
       const TileRange of_group(item.limits, first_query, Plan::group_queries, args.call.queries, Plan::key_tile);
       own = item.tiles.part(of_group);
       own.inner_begin = max(own.inner_begin, item.tiles.inner_begin);
@@ -332,7 +332,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
       for (float& x : state.output) x = 0;
       write();
     }
-    if constexpr (!Plan::turns && kind != ForwardKind::plain) {
+    if constexpr (!Plan::turns && kind != ScoreKind::plain) {
       const int others = own.begin - item.tiles.begin;
       if (Plan::joined && others > 0) finish();
       let_pass(others);
@@ -343,7 +343,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   if (ForwardMemory<Plan>::staged) wait_for_reads_of_stores();
 }
 
-template <class T, class Plan, ForwardKind kind>
+template <class T, class Plan, ScoreKind kind>
 __global__ void __launch_bounds__(Plan::threads, 1) attention_forward(const __grid_constant__ ForwardArguments args) {
   if constexpr (kWarpGroupCode) {
     extern __shared__ __align__(1024) unsigned char bytes[];

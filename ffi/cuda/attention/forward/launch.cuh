@@ -11,7 +11,7 @@ namespace jaxsoft::cuda {
 // Heads have their items together while their keys and values have no more bytes than this: the cache keeps them.
 constexpr int64_t kBytesTogether = 24 << 20;
 
-template <class T, class Plan, ForwardKind kind>
+template <class T, class Plan, ScoreKind kind>
 cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBefore& before,
                                    const AttentionResults& results, const Device& device, cudaStream_t stream) {
   constexpr int bytes = sizeof(ForwardMemory<Plan>);
@@ -39,7 +39,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   if (std::max<int64_t>({items, rows, call.queries, call.keys}) >= 1 << 30) return cudaErrorInvalidValue;
   args.blocks_of_head = static_cast<int>(blocks), args.items = static_cast<int>(items);
   args.together = 1;
-  if (kind != ForwardKind::plain) {
+  if (kind != ScoreKind::plain) {
     const int64_t of_head = int64_t(call.keys) * 2 * call.size * sizeof(T);
     const int64_t key_heads = std::max<int64_t>(kBytesTogether / of_head, 1);
     args.together = static_cast<int>(std::min(key_heads * (call.heads / call.key_heads), heads));
@@ -69,7 +69,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   return cudaGetLastError();
 }
 
-template <class T, int size, ForwardKind kind>
+template <class T, int size, ScoreKind kind>
 cudaError_t launch_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
                            const Device& device, cudaStream_t stream) {
   using Plan = ForwardPlan<size, kind>;
@@ -82,12 +82,12 @@ cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before
                         cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
-  if (call.cap > 0) return launch_forward<T, size, ForwardKind::capped>(call, before, results, device, stream);
+  if (call.cap > 0) return launch_forward<T, size, ScoreKind::capped>(call, before, results, device, stream);
   if (call.query_segments)
-    return launch_forward<T, size, ForwardKind::segmented>(call, before, results, device, stream);
+    return launch_forward<T, size, ScoreKind::segmented>(call, before, results, device, stream);
   if (call.limits.any() || call.keys <= kFewKeys<size>)
-    return launch_forward<T, size, ForwardKind::limited>(call, before, results, device, stream);
-  return launch_forward<T, size, ForwardKind::plain>(call, before, results, device, stream);
+    return launch_forward<T, size, ScoreKind::limited>(call, before, results, device, stream);
+  return launch_forward<T, size, ScoreKind::plain>(call, before, results, device, stream);
 }
 
 }  // namespace jaxsoft::cuda

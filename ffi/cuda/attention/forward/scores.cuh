@@ -29,7 +29,7 @@ struct RowState {
   float sum = 0;      // of them
 };
 
-template <class T, class Plan, ForwardKind kind>
+template <class T, class Plan, ScoreKind kind>
 struct ForwardScores {
   static constexpr int tile = Plan::key_tile, count = tile / 2;  // numbers of a thread
   using Tile = float[count];
@@ -54,20 +54,20 @@ struct ForwardScores {
   __device__ void cap(Tile& scores) const {
     const SoftCap& cap = args.soft_cap;
 #pragma unroll
-    for (int i = 0; i < count; i++) scores[i] = fmaf(-2 * cap.cap, below_cap(cap, scores[i]), cap.cap);
+    for (int i = 0; i < count; i++) scores[i] = fmaf(-2 * cap.cap, cap.logistic(scores[i]), cap.cap);
   }
   // Puts limits and segments on scores, which become -inf where they are masked.
   __device__ void mask(Tile& scores, const ForwardItem& item, int first_key) const {
     const AttentionCall& call = args.call;
     const int own = first_key + column_of_thread();
-    if constexpr (kind == ForwardKind::plain) {
+    if constexpr (kind == ScoreKind::plain) {
 #pragma unroll
       for (int i = 0; i < count; i++)
         if (column(i) >= call.keys - own) scores[i] = -infinity<float>();
       return;
     }
     ElementRange keys[2] = {item.limits.of_query(query), item.limits.of_query(query + 8)};
-    const bool segments = looks_at_segments<kind> && call.key_segments;
+    const bool segments = may_have_segments<kind> && call.key_segments;
     const bool known = segments && item.segments.known;
     if (known) {
 #pragma unroll
@@ -118,7 +118,7 @@ struct ForwardScores {
       top = max(top, bits<int>(square));
       return fmaf(u, args.soft_cap.factor(square), -reference);
     });
-    taken.wrong = top > bits<int>(SoftCap::below * SoftCap::below);
+    taken.wrong = top > bits<int>(SoftCap::far_below * SoftCap::far_below);
     return taken;
   }
   template <class Exponent>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../anywhere.h"
+#include "../score_kind.h"
 
 namespace jaxsoft::cuda {
 
@@ -24,27 +25,21 @@ struct ForwardPlanOf {
   static_assert(groups * computing_registers + copying_registers <= (groups + 1) * (65536 / threads / 8 * 8));
 };
 
-// What is done to the scores of a call: nothing but to mask those past the end of keys; limits by position and lengths;
-// also segments; and also a cap.
-enum class ForwardKind { plain, limited, segmented, capped };
-template <ForwardKind kind>
-constexpr bool looks_at_segments = kind >= ForwardKind::segmented;
-
 // By measurement on an H200: items that are joined are 2 to 5 % faster without limits, and slower under a causal rule,
 // where 176 keys in place of 128 are 2 % faster at 32K and 10 % slower at 2K with heads of 128. No faster were, on an
 // H100, clusters of two blocks that copy tiles for one another, a second slot for queries, exponentials by polynomials
 // beside those of the hardware, two tiles of scores in flight, and products for the output that are started between the
 // exponentials of the next tile; with heads of 64, groups in turns, and two groups of 192 keys.
-template <int size, ForwardKind kind>
+template <int size, ScoreKind kind>
 struct ForwardPlan;
-template <ForwardKind kind>
-struct ForwardPlan<64, kind> : ForwardPlanOf<64, 3, 128, 4, false, kind == ForwardKind::plain> {};
-template <ForwardKind kind>
+template <ScoreKind kind>
+struct ForwardPlan<64, kind> : ForwardPlanOf<64, 3, 128, 4, false, kind == ScoreKind::plain> {};
+template <ScoreKind kind>
 struct ForwardPlan<128, kind>
-    : ForwardPlanOf<128, 2, kind == ForwardKind::plain ? 176 : 128, 2, true, kind == ForwardKind::plain> {};
-template <ForwardKind kind>
+    : ForwardPlanOf<128, 2, kind == ScoreKind::plain ? 176 : 128, 2, true, kind == ScoreKind::plain> {};
+template <ScoreKind kind>
 struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
-template <ForwardKind kind>
+template <ScoreKind kind>
 struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
 // Up to so many keys, calls without limits take the plan of those with them: its tiles are shorter, and nobody waits
