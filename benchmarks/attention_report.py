@@ -26,11 +26,6 @@ def by_length(name: str) -> str:
     return tabs(contents)
 
 
-def beside(name: str) -> str:
-    """The table of extras of a record of its own."""
-    return f"{circumstances(name)}\n\n{extras(name)}"
-
-
 def extras(name: str) -> str:
     """The rate over what counts of calls with extras, as a fraction of the plain kernel's, in a tab a direction."""
     record, contents = load(name), {}
@@ -119,13 +114,11 @@ def noise(name: str) -> str:
 
 
 def section(name: str) -> str:
-    """Plots and tables of a record of attention."""
+    """Plots and tables of a record of attention, but for the extras."""
     record = load(name)
     sizes = dict.fromkeys(c["shape"][3] for c in record.of("lengths", "cpu") if c["dtype"] == "bfloat16")
     drawn = [plot.figure(plot.attention_by_length(record, size)) for size in sizes]
     parts = [circumstances(name), noise(name), standing(name), slower(name), *drawn, by_length(name)]
     if record.of("training"):
         parts += ["What training uses, under the causal rule:", training(name)]
-    if record.of("extras"):
-        parts += ["Beside query, key and value, over the scores that count:", extras(name)]
     return "\n\n".join(part for part in parts if part)
