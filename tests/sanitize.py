@@ -221,8 +221,9 @@ BLOCK_OPTIONS = [(), ("begins",), ("lengths", "offset")]
 def attention_in_cuda() -> Iterator[tuple[Case, bool]]:
     """The calls, and whether with gradients."""
     dtypes = itertools.cycle((jnp.bfloat16, jnp.float16))
-    for options, size, (t, s, n, k) in itertools.product(CUDA_OPTIONS, CUDA_HEADS, CUDA_SHAPES):
-        sizes, dtype = attention_calls.Sizes(2, t, s, n, k, size, size), next(dtypes)
+    heads = [*((size, size) for size in CUDA_HEADS), (192, 128)]
+    for options, (h, d), (t, s, n, k) in itertools.product(CUDA_OPTIONS, heads, CUDA_SHAPES):
+        sizes, dtype = attention_calls.Sizes(2, t, s, n, k, h, d), next(dtypes)
         for deterministic in (True, False):
             yield attention_calls.case(options, sizes, dtype, "ffi", deterministic=deterministic), True
     for options, size, (t, s, n) in itertools.product(ATTENTION_OPTIONS, CUDA_HEADS, FEW_SHAPES):

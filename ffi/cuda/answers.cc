@@ -34,18 +34,18 @@ JAXSOFT_EXPORT const char* jaxsoft_attention_bounds() { return keep(jaxsoft::att
 // Of `target`, an FFI target; `extras` are as in its call. -1 is no limit, and key_bytes those of an element of keys.
 JAXSOFT_EXPORT int64_t jaxsoft_attention_workspace(const char* target, const char* extras, int64_t batch,
                                                    int64_t queries, int64_t keys, int64_t heads, int64_t key_heads,
-                                                   int64_t size, int64_t left, int64_t right, int64_t capped,
-                                                   int64_t key_bytes, int64_t multiprocessors) {
+                                                   int64_t size, int64_t value_size, int64_t left, int64_t right,
+                                                   int64_t capped, int64_t key_bytes, int64_t multiprocessors) {
   return jaxsoft::attention::workspace_bytes(
-      {target, extras, batch, queries, keys, heads, key_heads, size, left, right, capped != 0, key_bytes},
+      {target, extras, batch, queries, keys, heads, key_heads, size, value_size, left, right, capped != 0, key_bytes},
       static_cast<int>(multiprocessors));
 }
 JAXSOFT_EXPORT const char* jaxsoft_attention_plan(const char* target, const char* extras, int64_t batch,
                                                   int64_t queries, int64_t keys, int64_t heads, int64_t key_heads,
-                                                  int64_t size, int64_t left, int64_t right, int64_t capped,
-                                                  int64_t key_bytes, int64_t multiprocessors) {
+                                                  int64_t size, int64_t value_size, int64_t left, int64_t right,
+                                                  int64_t capped, int64_t key_bytes, int64_t multiprocessors) {
   return keep(jaxsoft::attention::plan_as_text(
-      {target, extras, batch, queries, keys, heads, key_heads, size, left, right, capped != 0, key_bytes},
+      {target, extras, batch, queries, keys, heads, key_heads, size, value_size, left, right, capped != 0, key_bytes},
       static_cast<int>(multiprocessors)));
 }
 

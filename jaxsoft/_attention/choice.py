@@ -191,16 +191,17 @@ _PALLAS_UP_TO = {
     }
 }
 
-# The lengths from which on the CUDA kernels are the fastest, by the generation and the head size, with as many queries
-# as keys, whether gradients have the same bits on every run or not. By the same record: where these say so, the CUDA
-# kernels are 1.06 to 1.30 times as fast as cuDNN forward, and 1.11 to 1.42 times with gradients, and nowhere behind
-# Pallas.
+# The lengths from which on the CUDA kernels are the fastest, by the generation and the sizes of heads, of keys and of
+# values, with as many queries as keys, whether gradients have the same bits on every run or not. By the same record:
+# where these say so, the CUDA kernels are 1.06 to 1.30 times as fast as cuDNN forward, and 1.11 to 1.42 times with
+# gradients, and nowhere behind Pallas.
 _FFI_FROM = {
     Generation.HOPPER: {
-        64: _Lengths((2048, 4096), (512, 512)),
-        96: _Lengths((2048, 2048), (512, 1024)),
-        128: _Lengths((512, 512), (512, 512)),
-        256: _Lengths((512, 2048), (512, 512)),
+        (64, 64): _Lengths((2048, 4096), (512, 512)),
+        (96, 96): _Lengths((2048, 2048), (512, 1024)),
+        (128, 128): _Lengths((512, 512), (512, 512)),
+        (192, 128): _Lengths((512, 512), (512, 512)),
+        (256, 256): _Lengths((512, 2048), (512, 512)),
     }
 }
 
@@ -213,19 +214,19 @@ def preference(operation: AttentionSpec, platform: str, operands: Operands) -> t
     return ("ffi", *others, last) if _ffi_leads(operation, operands) else (*others, "ffi", last)
 
 
-def _of_gpu(table: dict[Generation, dict[int, _Lengths]]) -> dict[int, _Lengths]:
+def _of_gpu[Sizes](table: dict[Generation, dict[Sizes, _Lengths]]) -> dict[Sizes, _Lengths]:
     """The entries for the GPU that is lowered for. One without any has those of Hopper."""
     return table.get(gpus.assumed().generation, table[Generation.HOPPER])
 
 
 def _ffi_leads(operation: AttentionSpec, operands: Operands) -> bool:
     """Whether the CUDA kernels are the fastest where they serve an operation."""
-    form, query, key = operation.form, operands[0], operands[1]
+    form, (query, key, value) = operation.form, operands[:BASE]
     if isinstance(operation, AttentionForward) and ffi.leads(operation, operands):
         return True
-    queries, keys, size = query.shape[1], key.shape[1], query.shape[3]
+    queries, keys = query.shape[1], key.shape[1]
     known = isinstance(queries, int) and isinstance(keys, int)
-    shortest = _of_gpu(_FFI_FROM).get(size)
+    shortest = _of_gpu(_FFI_FROM).get((query.shape[3], value.shape[3]))
     if not known or queries != keys or shortest is None:
         return False
     of_rule = shortest.gradients if isinstance(operation, AttentionPullback) else shortest.forward

@@ -16,7 +16,7 @@ from jax.interpreters import ad
 
 from jaxsoft import fold
 from jaxsoft._attention.batching import mapped
-from jaxsoft._attention.form import BASE, AttentionForm, Extra
+from jaxsoft._attention.form import BASE, SEGMENTS, AttentionForm, Extra
 from jaxsoft._attention.operation import AttentionOperation, attention_operation
 from jaxsoft._attention.spec import AttentionForward, AttentionPullback
 from jaxsoft._core.implementations import Names
@@ -175,8 +175,9 @@ class _Derivative(LinearMap):
 
 def _may_be_empty(form: AttentionForm, query: jax.Array, key: jax.Array) -> bool:
     """Whether there may be queries without a valid key."""
-    beyond = form.left is not None and query.shape[1] != key.shape[1]
-    return beyond or any(extra is not Extra.SINKS for extra in form.extras)
+    alike = query.shape[1] == key.shape[1]
+    harmless = {Extra.SINKS, *(SEGMENTS if alike and form.own_key_counts else ())}
+    return (form.left is not None and not alike) or not harmless.issuperset(form.extras)
 
 
 def _of_sinks(sinks: jax.Array, lse: jax.Array, lse_residual: jax.Array, delta: jax.Array) -> jax.Array:

@@ -45,6 +45,7 @@ class Target:
       after: operands that follow the extras.
       results: that every call has, beside the workspace.
       more: results that a call may ask for.
+      any_values: whether heads of values may have another size than those of keys.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Target:
     after: tuple[str, ...] = ()
     results: tuple[str, ...] = ("output", "lse")
     more: tuple[str, ...] = ("lse_residual", "output_residual")
+    any_values: bool = False
 
 
 _SCALARS = ("query_lengths", "key_lengths", "offset", "sinks")
@@ -63,9 +65,14 @@ FORWARD = Target(
     "its kernel for attention of many queries",
     ("query_segments", "key_segments", "query_begins", *_SCALARS, *(extra.value for extra in STATE)),
     more=("max_logits", "output_residual"),
+    any_values=True,
 )
 FORWARD_OF_BLOCK = dataclasses.replace(
-    FORWARD, name="attention_forward_of_block", operands=("query", "block"), more=("output_residual",)
+    FORWARD,
+    name="attention_forward_of_block",
+    operands=("query", "block"),
+    more=("output_residual",),
+    any_values=False,
 )
 DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
 PAGED = Target(
@@ -81,9 +88,14 @@ BACKWARD = Target(
     after=("lse", "delta", "cotangent"),
     results=("query", "key", "value"),
     more=(),
+    any_values=True,
 )
 BACKWARD_OF_BLOCK = dataclasses.replace(
-    BACKWARD, name="attention_backward_of_block", operands=("query", "block"), results=("query", "block")
+    BACKWARD,
+    name="attention_backward_of_block",
+    operands=("query", "block"),
+    results=("query", "block"),
+    any_values=False,
 )
 _FORWARD, _BACKWARD = (FORWARD, FORWARD_OF_BLOCK), (BACKWARD, BACKWARD_OF_BLOCK)
 TARGETS = (*_FORWARD, *_BACKWARD, DECODE, PAGED)
@@ -110,10 +122,10 @@ def unsupported(operation: AttentionSpec, operands: Operands) -> str | None:
     if _is_gathered(operation, operands):
         reason = unsupported(*_gathered(operation, operands))
         return reason and f"{PAGED.what} takes up to {_MOST} queries of a key head, so pages are gathered, and {reason}"
-    reason = _of_arrays(form, operands) or _of_numbers(form)
+    target = _target(operation, operands)
+    reason = _of_arrays(form, target, operands) or _of_numbers(form)
     if reason:
         return reason
-    target = _target(operation, operands)
     lacking = [extra.value for extra in form.extras if extra.value not in (*target.operands, *target.extras)]
     if lacking:
         which = target.what
@@ -144,7 +156,7 @@ def _power(name: str) -> str:
     return f"2^{int(_limits()[name]).bit_length() - 1}"
 
 
-def _of_arrays(form: AttentionForm, operands: Operands) -> str | None:
+def _of_arrays(form: AttentionForm, target: Target, operands: Operands) -> str | None:
     """None, or why the kernels cannot take query, key and value."""
     limits = {name: int(number) for name, number in _limits().items()}
     query, key, value = operands[:BASE]
@@ -160,10 +172,12 @@ def _of_arrays(form: AttentionForm, operands: Operands) -> str | None:
     if form.dtype not in (query.dtype, jnp.float32):
         return f"its kernels for attention return {query.dtype.name} or float32 here, not {form.dtype.name}"
     size, of_value = query.shape[3], value.shape[3]
-    if size != of_value or size % limits["size_multiple"] or size > limits["largest_size"]:
+    if size != of_value and not target.any_values:
+        return f"{target.what} takes head sizes that are equal; got {size} and {of_value}"
+    if any(n % limits["size_multiple"] or n > limits["largest_size"] for n in (size, of_value)):
         return (
-            f"its kernels for attention take head sizes that are equal, and multiples of {limits['size_multiple']} up "
-            f"to {limits['largest_size']}; got {size} and {of_value}"
+            f"its kernels for attention take head sizes that are multiples of {limits['size_multiple']} up to "
+            f"{limits['largest_size']}; got {size} and {of_value}"
         )
     if key.dtype.itemsize == 1 and size % limits["narrow_size_multiple"]:
         multiple = limits["narrow_size_multiple"]
@@ -217,9 +231,11 @@ def _target(operation: AttentionSpec, operands: Operands) -> Target:
 
 
 def _are_few(operands: Operands) -> bool:
-    """Whether there are so few queries that the kernel for these is faster."""
-    queries, keys = operands[0].shape[1], operands[1].shape[1]
-    return _rows(operands) <= _FEW and (queries == 1 or keys >= _KEYS * queries)
+    """Whether there are so few queries that the kernel for these is faster, if it takes such heads."""
+    query, key, value = operands[:BASE]
+    queries, keys = query.shape[1], key.shape[1]
+    alike = query.shape[3] == value.shape[3]
+    return alike and _rows(operands) <= _FEW and (queries == 1 or keys >= _KEYS * queries)
 
 
 def _is_gathered(operation: AttentionSpec, operands: Operands) -> bool:
@@ -245,7 +261,7 @@ def continues(operation: AttentionSpec, operands: Operands) -> bool:
 
 def leads(operation: AttentionSpec, operands: Operands) -> bool:
     """Whether a forward operation has so few queries, or keys in pages, that a kernel here is the fastest."""
-    return _are_known(operands[:2]) and (operation.form.paged or _are_few(operands))
+    return _are_known(operands[:BASE]) and (operation.form.paged or _are_few(operands))
 
 
 def find(operation: AttentionSpec, operands: Operands) -> Function:
@@ -344,12 +360,12 @@ def plan(operation: AttentionSpec, operands: Operands) -> str:
 
 def _sizes(target: Target, form: AttentionForm, operands: Operands) -> tuple[int | str, ...]:
     """What the workspace and the plan of a call depend on, as the library takes it."""
-    query, key = operands[:2]
+    query, key, value = operands[:BASE]
     batch, queries, heads, size = query.shape
     return (
         target.name,
         ",".join(extra.value for extra in form.extras),
-        *(batch, queries, form.keys(operands), heads, key.shape[2], size),
+        *(batch, queries, form.keys(operands), heads, key.shape[2], size, value.shape[3]),
         *(-1 if limit is None else limit for limit in (form.left, form.right)),
         form.cap is not None,
         key.dtype.itemsize,

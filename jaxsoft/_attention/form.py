@@ -65,6 +65,7 @@ class Extra(enum.Enum):
 
 
 STATE = (Extra.STATE_OUTPUT, Extra.STATE_LSE)
+SEGMENTS = (Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS)
 
 # Extras that are indices of queries, and of keys, by the letters of these in DIMENSIONS.
 INDICES = {"query_begins": "t", "query_lengths": "t", "key_lengths": "s"}
@@ -147,6 +148,7 @@ class AttentionForm:
       shards: how the sequence lies over devices; None for one that is whole on each.
       packed: key and value are one array (2 B, S, K, H), given twice, with the keys first. So are the gradients by
         them, given once.
+      own_key_counts: whether segments are known to leave each query of the whole call the key at its own position.
     """
 
     dtype: np.dtype
@@ -162,6 +164,7 @@ class AttentionForm:
     rounded: bool = False
     shards: SequenceShards | None = None
     packed: bool = False
+    own_key_counts: bool = False
 
     @property
     def without_block(self) -> "AttentionForm":

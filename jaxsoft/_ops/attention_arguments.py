@@ -222,6 +222,8 @@ def attend(
         precision=jax.config.jax_default_matmul_precision,
         rounded=not merges and jnp.finfo(result).nmant < jnp.finfo(wide).nmant,
         shards=arguments.shards,
+        own_key_counts=arguments.query_segment_ids is not None
+        and arguments.query_segment_ids is arguments.key_value_segment_ids,
     )
     before = None if arguments.state is None else _check_state(arguments.state, given)
     operands = query, given.key, given.value, *extras.values()

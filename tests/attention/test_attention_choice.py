@@ -410,6 +410,40 @@ def test_the_fastest_with_the_cuda_kernels(length, size, forward, backward, dete
     assert ("attention_forward" in found, "attention_backward" in found) == (forward, backward)
 
 
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("length", [512, 8192])
+def test_values_of_another_size(length):
+    """Many queries, and gradients, go to the CUDA kernels, and few queries elsewhere."""
+    shapes = [(1, length, 2, 192)] * 2 + [(1, length, 2, 128)]
+    attend = functools.partial(jaxsoft.dot_product_attention, is_causal=True)
+    assert targets(attend, *shapes) == ["attention_forward"]
+    assert targets(gradients(attend), *shapes) == ["attention_forward", "attention_backward"]
+    named = functools.partial(jaxsoft.dot_product_attention, implementation="ffi")
+    assert targets(named, (1, 1, 2, 192), *shapes[1:]) == ["attention_forward"]
+    with pytest.raises(
+        ValueError, match="its kernel for attention of pages takes head sizes that are equal; got 192 an"
+    ):
+        given = {"page_table": np.zeros((1, 1), np.int32), "key_value_seq_lengths": np.array([64])}
+        paged = functools.partial(jaxsoft.paged_attention, **given, implementation="ffi")
+        targets(paged, (1, 1, 2, 192), (1, 64, 2, 192), (1, 64, 2, 128))
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+def test_one_array_of_segments():
+    """Where queries and keys have the same segments, each query has its own key, and its cotangent is not masked."""
+    ids, others = np.repeat([[0, 1]], 256, axis=1), np.repeat([[0, 1]], 256, axis=1)
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+
+    def masked(keys, **options):
+        given = {"query_segment_ids": ids, "key_value_segment_ids": keys, "is_causal": True} | options
+        attend = functools.partial(jaxsoft.dot_product_attention, **given)
+        text = jax.jit(gradients(attend)).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+        return "stablehlo.select" in text and "tensor<1x512x2x64xi1>" in text
+
+    assert masked(others) and not masked(ids)
+    assert masked(ids, query_seq_lengths=np.array([300]))
+
+
 def of_blocks(implementation, queries, keys, dtype, size=128):
     """The custom calls of a block of keys that goes on from others, and of its gradients, which are added to others;
     each with the places of the results that take the memory of operands.

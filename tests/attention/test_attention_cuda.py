@@ -81,15 +81,43 @@ def test_head_sizes(size):
     check(("causal",), Sizes(b=1, t=150, s=150, n=2, k=1, h=size, d=size))
 
 
+# Sizes of heads of keys and of values. The third is that of latent attention, and the last two have values that are
+# longer than keys.
+@pytest.mark.parametrize(
+    ("size", "values"), [(136, 72), (160, 128), (192, 128), (192, 136), (256, 8), (64, 128), (8, 200)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [(), ("causal",), ("window", "sinks"), ("query lengths", "key lengths"), ("segments",), ("cap",)],
+    ids=str,
+)
+def test_values_of_another_size(options, size, values):
+    check(options, SIZES._replace(h=size, d=values))
+
+
+@pytest.mark.parametrize(("t", "s"), [(1, 1), (65, 64), (127, 128), (128, 129), (385, 383), (70, 1000), (1000, 70)])
+def test_lengths_with_values_of_another_size(t, s):
+    check(("causal",), Sizes(b=1, t=t, s=s, n=4, k=2, h=192, d=128))
+
+
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 8), (6, 3), (8, 1)])
 def test_groups(heads, key_heads):
     check(("causal",), Sizes(b=2, t=180, s=180, n=heads, k=key_heads, h=64, d=64))
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_many_blocks(size):
-    """More of them than run at a time, some of which wait for their turn to add."""
-    check(("causal",), Sizes(b=3, t=900, s=900, n=16, k=4, h=size, d=size))
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("heads", "key_heads"), [(16, 4), (24, 24)])
+def test_many_blocks(heads, key_heads, size, values):
+    """More of them than run at a time, some of which wait for their turn to add; of the last heads in another order."""
+    check(("causal",), Sizes(b=3, t=900, s=900, n=heads, k=key_heads, h=size, d=values))
+
+
+@pytest.mark.parametrize(
+    "options", [("causal",), ("causal", "query lengths", "key lengths"), ("causal", "offsets")], ids=str
+)
+@pytest.mark.parametrize(("t", "s"), [(900, 900), (700, 1100), (1100, 700), (1025, 1023)])
+def test_the_other_order_of_the_last_heads(t, s, options):
+    check(options, Sizes(b=4, t=t, s=s, n=32, k=32, h=64, d=64))
 
 
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
@@ -263,10 +291,11 @@ def test_pieces_of_several_heads(size, deterministic):
 
 
 @pytest.mark.parametrize("options", [("causal", "key lengths"), ()], ids=str)
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_same_bits_on_every_run(size, options):
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("key_heads", [4, 16])
+def test_same_bits_on_every_run(key_heads, size, values, options):
     """Whichever block is the first to add. Without limits, all begin with the same tile at the same time."""
-    call = case(options, Sizes(b=4, t=600, s=800, n=16, k=4, h=size, d=size), jnp.bfloat16, "ffi")
+    call = case(options, Sizes(b=4, t=600, s=800, n=16, k=key_heads, h=size, d=values), jnp.bfloat16, "ffi")
     run = jax.jit(jax.grad(lambda *v: jnp.sum(call.ours(*v)[0].astype(jnp.float32) ** 2), (0, 1, 2)))
     first = run(*call.operands)
     for _ in range(20):

@@ -40,15 +40,20 @@ class Sizes:
     right: int = -1
     capped: int = 0
     key_bytes: int = 2
+    value_size: int | None = None  # as `size`
+
+    def arguments(self, multiprocessors):
+        *before, left, right, capped, key_bytes, value_size = dataclasses.astuple(self)
+        return *before, value_size or self.size, left, right, capped, key_bytes, multiprocessors
 
     def workspace(self, multiprocessors):
-        return library.number("attention_workspace", *dataclasses.astuple(self), multiprocessors)
+        return library.number("attention_workspace", *self.arguments(multiprocessors))
 
     def plan(self, multiprocessors):
-        return library.text("attention_plan", *dataclasses.astuple(self), multiprocessors)
+        return library.text("attention_plan", *self.arguments(multiprocessors))
 
 
-def random_sizes(name):
+def random_sizes(name, value_sizes=(None,)):
     draw = random.Random(name)
     for _ in range(300):
         key_heads, group = draw.choice([1, 2, 8, 16]), draw.choice([1, 4, 8, 16])
@@ -63,6 +68,7 @@ def random_sizes(name):
             draw.choice([8, 64, 96, 128, 192, 256]),
             *draw.choice([(-1, -1), (-1, 0), (1000, 0), (64, 64)]),
             key_bytes=draw.choice([1, 2]),
+            value_size=draw.choice(value_sizes),
         )
 
 
@@ -74,8 +80,10 @@ def multiple(number, of):
     return parts(number, of) * of
 
 
-def columns(size):
-    return next(each for each in (64, 128, 256) if size <= each)
+def columns(size, value_size=None):
+    if 128 < size <= 192 and value_size is not None and value_size <= 128:
+        return 192
+    return next(each for each in (64, 128, 256) if max(size, value_size or size) <= each)
 
 
 def decode_workspace(call, processors):
@@ -114,10 +122,10 @@ def test_workspaces_of_gradients():
     """Sums in f32, two numbers a query, how far each block of keys is, counters, and what segments leave. Where heads
     share keys, also sums of the gradients by keys and values, and how many heads each has.
     """
-    for call in random_sizes("attention_backward"):
-        padded = columns(call.size)
+    for call in random_sizes("attention_backward", (None, 8, 128, 136)):
+        padded = columns(call.size, call.value_size)
         heads, queries = call.batch * call.heads, multiple(call.queries, 96 if padded == 64 else 64)
-        blocks, pair = parts(call.keys, 128), 2 if padded == 256 else 1
+        blocks, pair = parts(call.keys, 128), 2 if padded > 128 else 1
         shared = call.batch * call.key_heads * blocks if call.heads > call.key_heads else 0
         counts = multiple(16 + 8 * heads + 8 * heads * blocks * pair + 8 * shared * pair, 256)
         expected = counts + heads * queries * (4 * padded + 8) + 8 * shared * 128 * padded
@@ -130,9 +138,9 @@ def test_workspaces_of_gradients():
 
 def test_workspaces_of_many_queries():
     """A counter, and what keys segments leave to each block of queries."""
-    for call in random_sizes("attention_forward"):
+    for call in random_sizes("attention_forward", (None, 8, 72)):
         assert call.workspace(132) == 16
-        blocks = parts(call.queries, 192 if call.size <= 64 else 128)
+        blocks = parts(call.queries, 192 if max(call.size, call.value_size or 0) <= 64 else 128)
         segmented = dataclasses.replace(call, extras="query_segments,key_segments")
         assert segmented.workspace(132) == 16 + 32 * call.batch * blocks, call
 
@@ -152,6 +160,10 @@ def test_plans_in_words():
     assert name == "attention_backward: tiles of 64 queries and 128 keys"
     assert around == "prepare_numbers precedes it, and round_sums or store_sums follows"
     assert dataclasses.replace(backward, size=256).plan(132).startswith("attention_backward_in_pairs:")
+    assert dataclasses.replace(backward, value_size=256).plan(132).startswith("attention_backward_in_pairs:")
+    latent = dataclasses.replace(forward, size=192, right=0)
+    assert latent.plan(132).endswith("tiles of 96 keys")
+    assert dataclasses.replace(latent, value_size=128).plan(132).endswith("tiles of 128 keys")
 
 
 def operands(*shapes):

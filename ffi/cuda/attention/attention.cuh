@@ -3,7 +3,7 @@
 // Arrays are dense, in the order of their dimensions. The letters of the shapes: B batch, T queries, S keys, N heads of
 // queries, K heads of keys, H the head size of queries and keys, and D that of values. Query head n attends with key
 // head n / (N / K). What scores are, and which of them count, is said in jaxsoft/_attention/form.py, and what a call
-// may be in checks.h: H and D are the same.
+// may be in checks.h: H and D are the same of few queries, and of a block of keys and values.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -12,8 +12,9 @@
 // If the same operands must give the same bits, blocks of keys add to each tile in a fixed order, from the last to the
 // first. They take their work from a counter in this order, so a block waits only for work that has been taken before
 // it: there is no deadlock, however many blocks run at once. Under a causal rule each block begins with another tile,
-// and none waits long. Without limits blocks of a head run one behind the other, so the blocks that begin at the same
-// time belong to different heads, as far as the cache allows.
+// and none waits long. But of the last heads it is from the first to the last, so that the shortest work is done last.
+// Without limits blocks of a head run one behind the other, so the blocks that begin at the same time belong to
+// different heads, as far as the cache allows.
 //
 // Where there are segments, small kernels find out before which queries may count for a block of keys (segments.cuh),
 // and over which tiles it goes (tile_ranges.cuh).
@@ -50,18 +51,19 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   BackwardCall call{};
   call.batch = given.batch, call.queries = given.queries, call.keys = given.keys;
   call.heads = given.heads, call.key_heads = given.key_heads, call.group = given.heads / given.key_heads;
-  call.size = given.size;
+  call.size = given.size, call.value_size = given.value_size;
   call.deterministic = gradients.deterministic;
   call.scale = given.scale, call.scale2 = given.scale * float(kLog2E);
   if (given.cap > 0) call.soft_cap = SoftCap(given.cap, given.scale);
   call.limits = given.limits;
   call.query_gradient = gradients.query, call.key_gradient = gradients.key, call.value_gradient = gradients.value;
-  const int64_t size = given.size, of_query = int64_t(given.batch) * given.queries * given.heads * size;
-  const int64_t of_key = int64_t(given.batch) * given.keys * given.key_heads * size;
+  const int64_t of_query = int64_t(given.batch) * given.queries * given.heads * given.size;
+  const int64_t all_keys = int64_t(given.batch) * given.keys * given.key_heads;
   if (auto e = put(gradients.query, gradients.query_sum, of_query, stream, &call.adds_query)) return e;
-  if (auto e = put(gradients.key, gradients.key_sum, of_key, stream, &call.adds_key)) return e;
-  if (auto e = put(gradients.value, gradients.value_sum, of_key, stream, &call.adds_value)) return e;
-  return with_backward_size(given.size, [&](auto size) {
+  if (auto e = put(gradients.key, gradients.key_sum, all_keys * given.size, stream, &call.adds_key)) return e;
+  const int64_t of_value = all_keys * given.value_size;
+  if (auto e = put(gradients.value, gradients.value_sum, of_value, stream, &call.adds_value)) return e;
+  return with_backward_size(given.size, given.value_size, [&](auto size) {
     return given.type == AttentionType::f16 ? run_backward<__half, size>(call, given, gradients, stream)
                                             : run_backward<__nv_bfloat16, size>(call, given, gradients, stream);
   });

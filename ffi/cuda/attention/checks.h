@@ -43,7 +43,7 @@ class Call {
       if (buffer.has_error()) return buffer.error().message();
       if (auto reason = take(given[i], Buffer(*buffer), &operands_); !reason.empty()) return reason;
     }
-    if (auto reason = check_sizes(); !reason.empty()) return reason;
+    if (auto reason = check_sizes(target); !reason.empty()) return reason;
     for (size_t i = 0; i < wanted.size(); i++) {
       // Not const, as the * of a result must not be in the headers of JAX 0.10.
       auto buffer = rets.get<ffi::AnyBuffer>(i);
@@ -156,7 +156,7 @@ class Call {
   }
 
   // Checks the lengths of dimensions, which all operands have by now.
-  std::string check_sizes() {
+  std::string check_sizes(const Target& target) {
     const int64_t n = sizes_['N' - 'A'], k = sizes_['K' - 'A'], h = sizes_['H' - 'A'], d = sizes_['D' - 'A'];
     for (const int64_t size : sizes_)
       if (size > INT32_MAX) return "dimensions must be at most " + std::to_string(INT32_MAX) + ": got " +
@@ -168,9 +168,10 @@ class Call {
     if (n % k)
       return "the heads of query must be a multiple of those of keys: got " + std::to_string(n) + " and " +
              std::to_string(k);
-    if (h != d || h % kSizes || h > kLargestSize)
-      return "head sizes must be equal, and multiples of " + std::to_string(kSizes) + " up to " +
-             std::to_string(kLargestSize) + ": got " + std::to_string(h) + " and " + std::to_string(d);
+    if ((h != d && !target.any_values) || h % kSizes || d % kSizes || std::max(h, d) > kLargestSize)
+      return std::string("head sizes must be ") + (target.any_values ? "" : "equal, and ") + "multiples of " +
+             std::to_string(kSizes) + " up to " + std::to_string(kLargestSize) + ": got " + std::to_string(h) +
+             " and " + std::to_string(d);
     if (operand(Name::page_table).data) {
       const int64_t page = sizes_['G' - 'A'];
       if (h % (kAlignment / ffi::ByteWidth(operand(Name::key_pages).dtype)))

@@ -1,5 +1,5 @@
-// Attention forward for many queries: which kernel serves a call. The kernels are compiled by element type and size of
-// heads, in files of their own (forward/forward.cu.in).
+// Attention forward for many queries: which kernel serves a call. The kernels are compiled by element type and sizes
+// of heads, in files of their own (forward/forward.cu.in).
 #include "../elements.cuh"
 #include "../warp_groups.cuh"
 #include "attention.cuh"
@@ -7,8 +7,8 @@
 
 namespace jaxsoft::cuda {
 
-// Computes it for one element type, and heads of up to `size`.
-template <class T, int size>
+// Computes it for one element type, and heads of up to `Sizes`.
+template <class T, class Sizes>
 cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
                         cudaStream_t stream);
 
@@ -30,9 +30,10 @@ cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefo
     clear_maxima<><<<(count + threads - 1) / threads, threads, 0, stream>>>(results.max_logits, count);
     if (auto e = cudaGetLastError()) return e;
   }
-  return with_forward_size(call.size, [&](auto size) {
-    return call.type == AttentionType::f16 ? run_forward<__half, size>(call, before, results, stream)
-                                           : run_forward<__nv_bfloat16, size>(call, before, results, stream);
+  return with_forward_sizes(call.size, call.value_size, [&](auto sizes) {
+    using Sizes = decltype(sizes);
+    return call.type == AttentionType::f16 ? run_forward<__half, Sizes>(call, before, results, stream)
+                                           : run_forward<__nv_bfloat16, Sizes>(call, before, results, stream);
   });
 }
 

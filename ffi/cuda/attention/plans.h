@@ -16,7 +16,7 @@ namespace jaxsoft::attention {
 struct Sizes {
   std::string_view target;  // of the FFI
   std::string_view extras;  // names, with commas between them
-  int64_t batch, queries, keys, heads, key_heads, size;
+  int64_t batch, queries, keys, heads, key_heads, size, value_size;
   int64_t left, right;  // -1 for no limit
   bool capped;
   int64_t key_bytes;  // of an element
@@ -35,14 +35,23 @@ struct Sizes {
   }
 };
 
+// Calls use(plan) with the ForwardPlan of a call.
+template <cuda::ScoreKind kind, class Use>
+auto with_forward_plan(const Sizes& call, Use use) {
+  return cuda::with_forward_sizes(call.size, call.value_size, [&](auto sizes) {
+    using HeadSizes = decltype(sizes);
+    return use(cuda::ForwardPlan<HeadSizes::size, HeadSizes::value_size, kind>());
+  });
+}
+
 inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
   if (call.is("attention_forward"))
-    return cuda::with_forward_size(call.size, [&](auto size) {
-      constexpr int64_t queries = cuda::ForwardPlan<size, cuda::ScoreKind::segmented>::queries;
+    return with_forward_plan<cuda::ScoreKind::segmented>(call, [&](auto plan) {
+      constexpr int64_t queries = decltype(plan)::queries;
       return cuda::ForwardSpace(call.has("segments") ? call.batch : 0, (call.queries + queries - 1) / queries).bytes();
     });
   if (call.is("attention_backward"))
-    return cuda::with_backward_size(call.size, [&](auto size) {
+    return cuda::with_backward_size(call.size, call.value_size, [&](auto size) {
       return cuda::BackwardSpace<size>(call.batch, call.queries, call.keys, call.heads, call.key_heads,
                                        call.has("segments"))
           .bytes();
@@ -54,9 +63,9 @@ inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
 }
 
 template <cuda::ScoreKind kind>
-std::string forward_plan(int64_t size_of_heads) {
-  return cuda::with_forward_size(size_of_heads, [](auto size) {
-    using Plan = cuda::ForwardPlan<size, kind>;
+std::string forward_plan(const Sizes& call) {
+  return with_forward_plan<kind>(call, [](auto plan) {
+    using Plan = decltype(plan);
     std::ostringstream text;
     text << "attention_forward: " << Plan::groups << " groups of " << Plan::group_queries
          << " queries a block, tiles of " << Plan::key_tile << " keys";
@@ -69,15 +78,15 @@ std::string forward_plan(int64_t size_of_heads) {
 inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
   using cuda::ScoreKind;
   if (call.is("attention_forward")) {
-    if (call.capped) return forward_plan<ScoreKind::capped>(call.size);
-    if (call.has("segments")) return forward_plan<ScoreKind::segmented>(call.size);
-    if (call.has_limits() || cuda::has_few_keys(call.size, call.keys))
-      return forward_plan<ScoreKind::limited>(call.size);
-    return forward_plan<ScoreKind::plain>(call.size);
+    if (call.capped) return forward_plan<ScoreKind::capped>(call);
+    if (call.has("segments")) return forward_plan<ScoreKind::segmented>(call);
+    if (call.has_limits() || cuda::has_few_keys(call.size, call.value_size, call.keys))
+      return forward_plan<ScoreKind::limited>(call);
+    return forward_plan<ScoreKind::plain>(call);
   }
   std::ostringstream text;
   if (call.is("attention_backward")) {
-    cuda::with_backward_size(call.size, [&](auto size) {
+    cuda::with_backward_size(call.size, call.value_size, [&](auto size) {
       using Plan = cuda::BackwardPlan<size>;
       text << (Plan::blocks == 2 ? "attention_backward_in_pairs" : "attention_backward") << ": tiles of "
            << Plan::queries << " queries and " << Plan::keys

@@ -71,8 +71,8 @@ class Found {
   int first_, last_, count_;
 };
 
-// Finds the ranges of `others` for `blocks` of `size` elements of `own`: (B, blocks). A block of threads each.
-template <int threads = 256>
+// A block of threads for each block of elements. They are many, as each goes over all others.
+template <int threads>
 __global__ void __launch_bounds__(threads)
     find_segment_ranges(const Segments own, const Segments others, int blocks, int size, SegmentRange* ranges) {
   const int64_t batch = blockIdx.x / blocks;
@@ -107,6 +107,14 @@ __global__ void __launch_bounds__(threads)
   if (threadIdx.x != 0) return;
   const bool known = !more && of_first.in_one_piece() && of_last.in_one_piece();
   ranges[blockIdx.x] = {all.range(), known, split, of_first.range(), of_last.range()};
+}
+
+// Finds the ranges of `others` for `blocks` of `size` elements of `own`: (B, blocks).
+inline cudaError_t launch_segment_ranges(const Segments& own, const Segments& others, int batch, int blocks, int size,
+                                         SegmentRange* ranges, cudaStream_t stream) {
+  constexpr int threads = 1024;
+  find_segment_ranges<threads><<<blocks * batch, threads, 0, stream>>>(own, others, blocks, size, ranges);
+  return cudaGetLastError();
 }
 
 }  // namespace jaxsoft::cuda

@@ -82,6 +82,7 @@ struct Target {
   Set<Name> extras;
   List<Name> after, results;
   Set<Name> more;
+  bool any_values = false;  // whether heads of values may have another size than those of keys
 };
 
 namespace targets {
@@ -106,7 +107,8 @@ inline constexpr Target kForward = {"attention_forward",
                                     kOfMany,
                                     {},
                                     {Name::output, Name::lse},
-                                    {Name::max_logits, Name::output_residual}};
+                                    {Name::max_logits, Name::output_residual},
+                                    true};
 // The same where keys and values are one array, in which E is 2, the keys first.
 inline constexpr Target kForwardOfBlock = {"attention_forward_of_block",
                                            {Name::query, Name::block},
@@ -131,7 +133,8 @@ inline constexpr Target kBackward = {"attention_backward",
                                      kOfGradients,
                                      {Name::lse, Name::delta, Name::cotangent},
                                      {Name::query, Name::key, Name::value},
-                                     {}};
+                                     {},
+                                     true};
 inline constexpr Target kBackwardOfBlock = {"attention_backward_of_block",
                                             {Name::query, Name::block},
                                             kOfGradients,

@@ -44,7 +44,8 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size, se
     for (int i = 0; i < call.heads_of_piece; i++) {
       const int head = work.first_head + i;
       const float* const numbers = numbers_of_head<Plan::queries>(call, work.batch, head);
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      for (int number = work.tiles.begin; number < work.tiles.end; number++) {
+        const int tile = work.tile(number);
         if (first) {
           shared.key_empty.wait(key_parity ^ 1);
           shared.key_full.arrive_expecting(key_bytes);
@@ -78,9 +79,10 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size, se
 }
 
 // Whose turn it is to add to a tile, if the order matters. For each head of queries, blocks of keys add from the last
-// to the first, and tiles follow each other in all of them. So a block needs to know how far the next block of keys is,
-// whose piece of work was taken before: it runs already, or has ended. Each of the threads that add signals how far
-// it is. A microsecond passes until that is seen, so another thread waits for it, and runs ahead.
+// to the first, and tiles follow each other in all of them; in a reversed turn both have the other order. So a block
+// needs to know how far the block of keys before it is, whose piece of work was taken before: it runs already, or has
+// ended. Each of the threads that add signals how far it is. A microsecond passes until that is seen, so another thread
+// waits for it, and runs ahead.
 template <class Shared>
 __device__ void wait_for_turns(const BackwardCall& call, Shared& shared) {
   static_assert(BackwardCode::groups == 2);
@@ -88,11 +90,11 @@ __device__ void wait_for_turns(const BackwardCall& call, Shared& shared) {
   unsigned tiles = 0;
   for_pieces<false>(shared, [&](const auto& work) {
     for (int i = 0; i < call.heads_of_piece; i++) {
-      const int2* next = call.ends + work.head_of_turns(call, i) * call.key_blocks + work.block + 1;
-      int end = 0;  // of the tiles that the next block has added to
+      const int2* before = call.ends + work.head_of_turns(call, i) * call.key_blocks + work.before_block;
+      int end = 0;  // of the tiles that the block before has added to
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-        while (work.tiles_of_next.has(tile) && end <= tile) {
-          const int2 of_groups = load_acquired(next);
+        while (work.tiles_before.has(tile) && end <= tile) {
+          const int2 of_groups = load_acquired(before);
           end = min(of_groups.x, of_groups.y);
         }
         asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(turns), "r"(++tiles) : "memory");
@@ -167,15 +169,15 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segme
           while (static_cast<int>(turn - tiles) < 0);
         }
         shared.sum_full[group].wait(parity);
-        float* const to = sums + int64_t(tile) * Shared::tile;
+        float* const to = sums + int64_t(work.tile(tile)) * Shared::tile;
         constexpr unsigned bytes = Shared::sum * sizeof(float);
         // Where the order matters, the first block stores, and there need not be zeros before.
-        if (call.deterministic && !work.tiles_of_next.has(tile)) store_floats(to, shared.sums[group], bytes);
+        if (call.deterministic && !work.tiles_before.has(tile)) store_floats(to, shared.sums[group], bytes);
         else add_floats(to, shared.sums[group], bytes);
         let_go();
         if (call.deterministic) {
           // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
-          constexpr int of_signal = Plan::tiles_of_signal;
+          constexpr int of_signal = BackwardCode::tiles_of_signal;
           if ((tile - work.tiles.begin) % of_signal == of_signal - 1 || tile + 1 == work.tiles.end) {
             wait_for_stores();
             store_released(end, tile + 1);

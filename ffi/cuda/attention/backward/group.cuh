@@ -21,7 +21,9 @@ __device__ bool add_to_group(const BackwardCall& call, const Work& work, int par
   const int64_t key_head = int64_t(work.batch) * call.key_heads + work.key_head;
   const int64_t place = (key_head * call.key_blocks + work.block) * Work::Plan::added_parts + part;
   unsigned* const summed = call.summed + place;
-  float4* const sums = reinterpret_cast<float4*>(call.group_sums) + place * (arrays * count * kWarpGroup / 4) + thread;
+  constexpr int room = Work::Plan::keys * 2 * Work::size / Work::Plan::added_parts;
+  static_assert(arrays * count * kWarpGroup <= room);
+  float4* const sums = reinterpret_cast<float4*>(call.group_sums + place * room) + thread;
   float* const own[arrays] = {numbers, others...};
   if (before > 0) {
     if (thread == 0)

@@ -43,12 +43,13 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
 }
 
 // The same for heads of more than 128, by pairs of blocks.
-template <class T, ScoreKind kind, bool wide>
-__global__ void __launch_bounds__(BackwardPair<T, false>::threads, 1)
+template <class T, int size, ScoreKind kind, bool wide>
+__global__ void __launch_bounds__(BackwardPair<T, size, false>::threads, 1)
     attention_backward_in_pairs(const __grid_constant__ BackwardCall call) {
   let_next_kernel_start();
   if constexpr (kWarpGroupCode) {
-    using Pair = BackwardPair<T, may_have_segments<kind>>;
+    using Pair = BackwardPair<T, size, may_have_segments<kind>>;
+    using Plan = BackwardPlan<size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& shared = *reinterpret_cast<Pair*>(bytes);
     if (threadIdx.x == 0) shared.init(call.deterministic);
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(BackwardPair<T, false>::threads, 1)
       give_registers<Pair::copy_registers>();
       const int warp = threadIdx.x % kWarpGroup / 32;
       if (warp == 3 && !call.deterministic) {
-        clear_sums<Pair::size>(call, shared, rank);
+        clear_sums<size>(call, shared, rank);
       } else if (threadIdx.x % 32 == 0) {
         if (warp == 0) bring_tiles(call, shared, rank);
         else if (warp == 1) send_slopes(call, shared, rank);
@@ -70,11 +71,13 @@ __global__ void __launch_bounds__(BackwardPair<T, false>::threads, 1)
       __syncwarp();
     } else if (group == 0) {
       take_registers<Pair::score_registers>();
-      multiply_scores<kind>(call, shared, rank);
+      if constexpr (Plan::slopes_by_values) multiply_scores<kind>(call, shared, rank);
+      else multiply_scores_and_slopes<kind>(call, shared, rank);
     } else {
       take_registers<Pair::gradient_registers>();
-      if (group == 1) multiply_values<wide>(call, shared, rank);
-      else multiply_keys<wide>(call, shared, rank);
+      if (group == 2) multiply_keys<wide>(call, shared, rank);
+      else if constexpr (Plan::slopes_by_values) multiply_values_and_slopes<wide>(call, shared, rank);
+      else multiply_values<wide>(call, shared, rank);
     }
     synchronize_cluster();  // nor of one that has ended
   }
@@ -84,9 +87,10 @@ template <class T, int size, ScoreKind kind, bool wide>
 cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
   using Plan = BackwardPlan<size>;
   constexpr bool segmented = may_have_segments<kind>;
-  using Shared = std::conditional_t<Plan::blocks == 2, BackwardPair<T, segmented>, BackwardShared<T, size, segmented>>;
+  using Shared =
+      std::conditional_t<Plan::blocks == 2, BackwardPair<T, size, segmented>, BackwardShared<T, size, segmented>>;
   constexpr auto kernel = [] {
-    if constexpr (Plan::blocks == 2) return attention_backward_in_pairs<T, kind, wide>;
+    if constexpr (Plan::blocks == 2) return attention_backward_in_pairs<T, size, kind, wide>;
     else return attention_backward<T, size, kind, wide>;
   }();
   constexpr int bytes = sizeof(Shared);
@@ -97,6 +101,7 @@ cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradient
   BackwardCall ordered = call;
   ordered.turns_together =
       call.deterministic ? turns_together<size>(call, call.query_tiles, call.query_tiles, call.key_blocks) : 1;
+  ordered.reversed = reversed_turns<size>(ordered);
   const auto at_once = std::min<unsigned>(call.pieces, call.processors / Plan::blocks);
   if (auto e = cudaGetLastError()) return e;
   cudaLaunchAttribute attributes[2] = {overlapping(), in_clusters_of(Plan::blocks)};
@@ -121,22 +126,19 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   using Plan = BackwardPlan<size>;
   const auto type =
       given.type == AttentionType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  auto of_queries = [&](CUtensorMap* map, const void* data) {
-    return describe(map, {data, type, given.batch, given.queries, given.heads, given.size}, Plan::queries);
+  auto of_queries = [&](CUtensorMap* map, const void* data, int columns) {
+    return describe(map, {data, type, given.batch, given.queries, given.heads, columns}, Plan::queries);
   };
-  auto of_keys = [&](CUtensorMap* map, const void* data) {
-    return describe(map, {data, type, given.batch, given.keys, given.key_heads, given.size}, Plan::keys / Plan::blocks);
+  auto of_keys = [&](CUtensorMap* map, const void* data, int columns, int rows = Plan::keys / Plan::blocks) {
+    return describe(map, {data, type, given.batch, given.keys, given.key_heads, columns}, rows);
   };
-  if (auto e = of_queries(&call.query, given.query)) return e;
-  if (auto e = of_queries(&call.cotangent, gradients.cotangent)) return e;
-  if (auto e = of_keys(&call.key, given.key)) return e;
-  if (auto e = of_keys(&call.value, given.value)) return e;
+  if (auto e = of_queries(&call.query, given.query, given.size)) return e;
+  if (auto e = of_queries(&call.cotangent, gradients.cotangent, given.value_size)) return e;
+  if (auto e = of_keys(&call.key, given.key, given.size)) return e;
+  if (auto e = of_keys(&call.value, given.value, given.value_size)) return e;
   if (Plan::blocks == 1 && !gradients.wide) {
-    auto of_results = [&](CUtensorMap* map, const void* data) {
-      return describe(map, {data, type, given.batch, given.keys, given.key_heads, given.size}, 64);
-    };
-    if (auto e = of_results(&call.key_result, gradients.key)) return e;
-    if (auto e = of_results(&call.value_result, gradients.value)) return e;
+    if (auto e = of_keys(&call.key_result, gradients.key, given.size, 64)) return e;
+    if (auto e = of_keys(&call.value_result, gradients.value, given.value_size, 64)) return e;
   }
   const BackwardSpace<size> space(given.batch, given.queries, given.keys, given.heads, given.key_heads,
                                   given.query_segments);
@@ -177,9 +179,9 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   call.tiles = reinterpret_cast<QueryTiles*>(take(space.tiles));
   call.tile_is_met = take(space.tile_is_met);
   call.turns_together_of_segments = reinterpret_cast<int*>(call.counter + 1);
-  find_segment_ranges<<<call.key_blocks * given.batch, 256, 0, stream>>>(call.key_segments, call.query_segments,
-                                                                        call.key_blocks, Plan::keys, call.segments);
-  if (auto e = cudaGetLastError()) return e;
+  if (auto e = launch_segment_ranges(call.key_segments, call.query_segments, given.batch, call.key_blocks, Plan::keys,
+                                     call.segments, stream))
+    return e;
   find_tile_ranges<size><<<given.batch, 256, 0, stream>>>(call);
   return cudaGetLastError();
 }

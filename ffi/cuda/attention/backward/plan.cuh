@@ -15,13 +15,13 @@ template <class T, int head_size, bool segmented>
 struct BackwardShared {
   static constexpr int size = head_size, threads = BackwardCode::threads;
   using Plan = BackwardPlan<size>;
+  static_assert(Plan::value_size == size);
   using Work = BackwardWork<size, segmented>;
   using Code = BackwardCode;
   static constexpr int boxes = size / 64;  // of 64 columns
   static constexpr int tile = Plan::queries * size, slope_tile = Plan::queries * Plan::keys;
   // The gradient by queries is computed with columns of the head as rows, 64 at a time. If there are fewer boxes than
-  // warp groups, each has a part of the queries, and if there are more, each has several parts, one after the other.
-  static constexpr int parts = boxes > Code::groups ? boxes / Code::groups : 1;
+  // warp groups, each has a part of the queries.
   static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / Code::groups;
   static constexpr int sum = 64 * sum_queries;
   static constexpr int stage_box = kStageBox / sizeof(T);

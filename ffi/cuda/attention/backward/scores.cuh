@@ -79,7 +79,7 @@ __device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, c
   }
   if constexpr (kind != ScoreKind::plain) {
     if (is_masked) {
-      const int key = first_key + row_of_thread(), query = tile * (2 * count) + column_of_thread();
+      const int key = first_key + row_of_thread(), query = work.tile(tile) * (2 * count) + column_of_thread();
       exclude(scores, {work.limits, key, query});
       if (work.has_segments(call)) exclude_segments(scores, call, work.segment, work.batch, key, query);
     }

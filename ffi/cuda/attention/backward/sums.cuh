@@ -56,26 +56,24 @@ struct SumsPlace {
 // keys.
 template <class T, int size>
 __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ BackwardCall call) {
-  using Plan = BackwardPlan<size>;
-  using Shared = BackwardShared<T, size, false>;
-  constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries;
+  using Sums = SumsTile<size>;
+  constexpr int queries = BackwardPlan<size>::queries;
   constexpr int row = size + 8;  // padded, so that writes of a warp meet few banks twice
   __shared__ __align__(16) T tile[queries * row];
   const SumsPlace place(call);
   wait_for_sums<size>(call, place.turn);
   const bool any = has_sums<queries>(call, place.batch, place.tile);
-  const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
-  const float* sums = call.sums + place.number * Shared::tile + group * (Shared::parts * Shared::sum);
+  const int half = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
+  const float* const sums = call.sums + place.number * Sums::count + half * Sums::half + thread * 4;
 #pragma unroll
-  for (int part = 0; part < Shared::parts; part++) {
-    constexpr bool by_queries = Plan::blocks > 1;
-    constexpr int along = by_queries ? 1 : row, across = by_queries ? row : 1;  // steps of columns and of rows
-    T* const begin = tile + row_of_thread() * across + column_of_thread() * along +
-                     (Shared::boxes > 1 ? (group * Shared::parts + part) * 64 : group * sum_queries * row);
+  for (int part = 0; part < Sums::parts; part++) {
+    constexpr int along = Sums::in_pairs ? 1 : row, across = Sums::in_pairs ? row : 1;  // steps of columns and of rows
+    T* const begin = tile + row_of_thread() * across + column_of_thread() * along + Sums::first_column(half, part) +
+                     Sums::first_query(half) * row;
 #pragma unroll
-    for (int i = 0; i < sum_queries / 2; i += 4) {
+    for (int i = 0; i < Sums::of_thread(part); i += 4) {
       const float4 four =
-          any ? *reinterpret_cast<const float4*>(sums + part * Shared::sum + i * kWarpGroup + thread * 4) : float4{};
+          any ? *reinterpret_cast<const float4*>(sums + Sums::begin(part) + i * kWarpGroup) : float4{};
       T* const to = begin + i * 2 * along;
       to[0] = T(four.x * call.scale), to[along] = T(four.y * call.scale);
       to[8 * across] = T(four.z * call.scale), to[along + 8 * across] = T(four.w * call.scale);
@@ -85,8 +83,7 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   for (int i = threadIdx.x; i < queries * size / 8; i += blockDim.x) {
     const int of_tile = i / (size / 8), first = i % (size / 8) * 8, at = place.tile * queries + of_tile;
     if (at >= call.queries || first >= call.size) continue;
-    T* to = static_cast<T*>(call.query_gradient) +
-            place.row(call, at) * call.size + first;
+    T* to = static_cast<T*>(call.query_gradient) + place.row(call, at) * call.size + first;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + of_tile * row + first);
   }
   if (blockIdx.x == gridDim.x - 1) wait_for_last_kernel();  // what comes next also reads that kernel's results
@@ -95,41 +92,38 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
 // The same for a gradient in f32, which may be added to what is there. Its tile lies in shared memory part by part.
 template <class T, int size>
 __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ BackwardCall call) {
-  using Plan = BackwardPlan<size>;
-  using Shared = BackwardShared<T, size, false>;
-  constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries, parts = Shared::parts;
-  constexpr int columns = size / parts, row = columns + 4;
+  using Sums = SumsTile<size>;
+  constexpr int queries = BackwardPlan<size>::queries, halves = Sums::by_columns ? 2 : 1, row = halves * 64 + 4;
   __shared__ __align__(16) float tile[queries * row];
   const SumsPlace place(call);
   wait_for_sums<size>(call, place.turn);
   const bool any = has_sums<queries>(call, place.batch, place.tile);
-  const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
-  const float* sums = call.sums + place.number * Shared::tile + group * (parts * Shared::sum);
+  const int half = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
+  const float* const sums = call.sums + place.number * Sums::count + half * Sums::half + thread * 4;
 #pragma unroll
-  for (int part = 0; part < parts; part++) {
+  for (int part = 0; part < Sums::parts; part++) {
     if (!any && call.adds_query) break;
-    constexpr bool by_queries = Plan::blocks > 1;
-    constexpr int along = by_queries ? 1 : row, across = by_queries ? row : 1;  // steps of columns and of rows
+    constexpr int along = Sums::in_pairs ? 1 : row, across = Sums::in_pairs ? row : 1;  // steps of columns and of rows
     float* const begin = tile + row_of_thread() * across + column_of_thread() * along +
-                         (Shared::boxes > 1 ? group * 64 : group * sum_queries * row);
+                         (Sums::by_columns ? half * 64 : Sums::first_query(half) * row);
     if (part > 0) __syncthreads();
 #pragma unroll
-    for (int i = 0; i < sum_queries / 2; i += 4) {
+    for (int i = 0; i < Sums::of_thread(part); i += 4) {
       const float4 four =
-          any ? *reinterpret_cast<const float4*>(sums + part * Shared::sum + i * kWarpGroup + thread * 4) : float4{};
+          any ? *reinterpret_cast<const float4*>(sums + Sums::begin(part) + i * kWarpGroup) : float4{};
       float* const to = begin + i * 2 * along;
       to[0] = four.x * call.scale, to[along] = four.y * call.scale;
       to[8 * across] = four.z * call.scale, to[along + 8 * across] = four.w * call.scale;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < queries * columns / 4; i += blockDim.x) {
-      const int of_tile = i / (columns / 4), column = i % (columns / 4) * 4, at = place.tile * queries + of_tile;
-      const int first = (column / 64 * parts + part) * 64 + column % 64;
+    const int fours = Sums::columns(part) / 4;  // of a row of a half
+    for (int i = threadIdx.x; i < queries * halves * fours; i += blockDim.x) {
+      const int of_tile = i / (halves * fours), of_half = i / fours % halves, column = i % fours * 4;
+      const int at = place.tile * queries + of_tile, first = Sums::first_column(of_half, part) + column;
       if (at >= call.queries || first >= call.size) continue;
-      auto* to = reinterpret_cast<float4*>(
-          static_cast<float*>(call.query_gradient) +
-          place.row(call, at) * call.size + first);
-      const float4 own = *reinterpret_cast<const float4*>(tile + of_tile * row + column);
+      auto* to = reinterpret_cast<float4*>(static_cast<float*>(call.query_gradient) +
+                                           place.row(call, at) * call.size + first);
+      const float4 own = *reinterpret_cast<const float4*>(tile + of_tile * row + of_half * 64 + column);
       const float4 before = call.adds_query ? *to : float4{};
       *to = make_float4(before.x + own.x, before.y + own.y, before.z + own.z, before.w + own.w);
     }

@@ -20,8 +20,13 @@ __device__ void accumulate(Number number, int count, int* carry) {
   for (int i = begin; i < end; i++) best = better(best, number(i));
   carry[threadIdx.x] = best;
   __syncthreads();
-  best = greatest ? INT32_MIN : INT32_MAX;
-  for (int i = 0; i < static_cast<int>(threadIdx.x); i++) best = better(best, carry[i]);
+  for (unsigned step = 1; step < blockDim.x; step *= 2) {
+    const int before = threadIdx.x < step ? best : carry[threadIdx.x - step];
+    __syncthreads();
+    carry[threadIdx.x] = best = better(best, before);
+    __syncthreads();
+  }
+  best = threadIdx.x > 0 ? carry[threadIdx.x - 1] : greatest ? INT32_MIN : INT32_MAX;
   for (int i = begin; i < end; i++) number(i) = best = better(best, number(i));
   __syncthreads();
 }
@@ -67,11 +72,11 @@ __global__ void __launch_bounds__(threads) find_tile_ranges(const __grid_constan
     const double of_blocks = max(1., length * queries / BackwardPlan<size>::keys);
     atomicMax(call.turns_together_of_segments, turns_together<size>(call, mean, length, of_blocks));
   }
-  for (int tile = threadIdx.x; tile < call.query_tiles; tile += threads) {
-    bool met = false;
-    for (int i = 0; i < blocks && !met; i++) met = tiles[i].has(tile);
-    call.tile_is_met[batch * call.query_tiles + tile] = met;
-  }
+  unsigned char* const met = call.tile_is_met + batch * call.query_tiles;
+  for (int tile = threadIdx.x; tile < call.query_tiles; tile += threads) met[tile] = false;
+  __syncthreads();
+  for (int i = threadIdx.x / 32; i < blocks; i += threads / 32)
+    for (int tile = tiles[i].begin + threadIdx.x % 32; tile < tiles[i].end; tile += 32) met[tile] = true;
 }
 
 }  // namespace jaxsoft::cuda

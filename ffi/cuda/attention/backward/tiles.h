@@ -1,4 +1,4 @@
-// The sizes of tiles in the backward kernel, by the head size, and how it divides the workspace.
+// The sizes of tiles in the backward kernel, by the sizes of heads, and how it divides the workspace.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,7 @@ struct BackwardCode {
   static constexpr int threads = (groups + 1) * kWarpGroup;   // and one that copies
   static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
   static constexpr int work_slots = 2;                        // pieces of work that are known at a time
+  static constexpr int tiles_of_signal = 2;
 };
 
 // A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
@@ -27,37 +28,82 @@ struct BackwardCode {
 // If the order of additions matters, a block signals after each `tiles_of_signal` tiles that it has added to them,
 // which takes a microsecond, and blocks of keys of one head should begin `stagger` tiles one after the other. What
 // blocks read and add to should stay in the cache, of which there are `cache` MiB. The last three are by measurement.
-// (H200, heads of 128, 8K, without a causal rule and with one, TFLOP/s: 584 and 551; with a signal for each tile, 565
-// and 518; with a stagger of 2.5 in 40 MiB, which are two turns together and not four, 507 and 542.) A pair of blocks
-// signals each tile (copy_in_pairs.cuh).
+// (H200, 8K, TFLOP/s. Heads of 128, without a causal rule and with one: 584 and 551; with a signal for each tile, 565
+// and 518; with a stagger of 2.5 in 40 MiB, which are two turns together and not four, 507 and 542. Heads of 192 with
+// values of 128: 509 and 490; with a signal for each tile, 463 and 468. Heads of 256: 533 and 530; 521 and 532.)
+//
+// Of a pair of blocks `slopes_by_values` says whether the warp group that has the gradient by values multiplies slopes
+// and keys as well. Then the one that makes slopes does not wait for that. (Heads of 192 with values of 128, 8K without
+// a causal rule and with one, TFLOP/s: 444 and 421 without it, 467 and 479 with it.) Heads of 256 leave no registers
+// for it.
 template <int size>
 struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
+  static constexpr int value_size = 64;
   static constexpr int queries = 96, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = true;
-  static constexpr int tiles_of_signal = 2, cache = 49;
+  static constexpr int cache = 49;
   static constexpr double stagger = 4;
 };
 template <>
 struct BackwardPlan<128> {
+  static constexpr int value_size = 128;
   static constexpr int queries = 64, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = false;
-  static constexpr int tiles_of_signal = 2, cache = 49;
+  static constexpr int cache = 49;
   static constexpr double stagger = 4;
 };
 template <>
+struct BackwardPlan<192> {
+  static constexpr int value_size = 128;
+  static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 2;
+  static constexpr int weight_slots = 2, slope_slots = 2, sum_slots = 2;
+  static constexpr bool slopes_by_values = true;
+  static constexpr int cache = 49;
+  static constexpr double stagger = 1.9;
+};
+template <>
 struct BackwardPlan<256> {
+  static constexpr int value_size = 256;
   static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 1;
+  static constexpr int weight_slots = 1, slope_slots = 2, sum_slots = 1;
+  static constexpr bool slopes_by_values = false;
   static constexpr int cache = 49;
   static constexpr double stagger = 1.9;
 };
 
-// Calls use(n) with the size whose plan serves heads of `size`. See with_size.
+// Calls use(n) with the size whose plan serves such heads. Columns past the end of a head are zeros.
 template <class Use>
-auto with_backward_size(int64_t size, Use use) {
-  return with_size<64, 128, 256>(size, use);
+auto with_backward_size(int64_t size, int64_t value_size, Use use) {
+  if (128 < size && size <= 192 && value_size <= 128) return use(std::integral_constant<int, 192>());
+  return with_size<64, 128, 256>(size < value_size ? value_size : size, use);
 }
+
+// How the gradient by queries lies in the sums, tile by tile. One half of a tile is added by the first warp group, and
+// the other by the second; or where two blocks share a piece of work, by these, each in two parts.
+template <int size>
+struct SumsTile {
+  using Plan = BackwardPlan<size>;
+  static constexpr bool in_pairs = Plan::blocks > 1, by_columns = size > 64;  // the latter: halves of a head's columns
+  static constexpr int count = Plan::queries * size, half = count / 2, parts = in_pairs ? 2 : 1;  // numbers
+  // The columns of a part, of its numbers those of a thread, and where it begins in its half.
+  static JAXSOFT_ANYWHERE constexpr int columns(int part) { return in_pairs && part == 1 ? size / 2 - 64 : 64; }
+  static JAXSOFT_ANYWHERE constexpr int of_thread(int part) {
+    return (in_pairs ? Plan::queries * columns(part) : half) / kWarpGroup;
+  }
+  static JAXSOFT_ANYWHERE constexpr int begin(int part) { return part * Plan::queries * 64; }
+  // The first column of a part. Columns of a product lie in boxes of 64: if a half is no number of these, it has one
+  // box, and half of the one between.
+  static JAXSOFT_ANYWHERE constexpr int first_column(int of_half, int part) {
+    if (!by_columns) return 0;
+    if (size / 2 % 64 == 0) return of_half * (size / 2) + part * 64;
+    return part == 0 ? of_half * (size - 64) : 64 + of_half * (size / 2 - 64);
+  }
+  static JAXSOFT_ANYWHERE constexpr int first_query(int of_half) {
+    return by_columns ? 0 : of_half * (Plan::queries / 2);
+  }
+};
 
 // What the workspace has, in bytes:
 //

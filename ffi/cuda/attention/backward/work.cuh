@@ -22,19 +22,22 @@ struct QueryTiles {
   int begin, end;
   __device__ int length() const { return end - begin; }
   __device__ bool has(int tile) const { return begin <= tile && tile < end; }
+  // The same, counted from the last of all.
+  __device__ QueryTiles from_last(int last) const { return {last + 1 - end, last + 1 - begin}; }
 };
 
 // A call as the kernels read it.
 struct BackwardCall {
   CUtensorMap query, key, value, cotangent;
   CUtensorMap key_result, value_result;  // the gradients, where they are in 16 bits
-  int batch, queries, keys, heads, key_heads, group, size;
+  int batch, queries, keys, heads, key_heads, group, size, value_size;
   int heads_of_piece;  // a divisor of the group
   int turns;           // how many times so many heads there are in the batch
   int key_blocks, query_tiles;
   unsigned pieces;  // of work
   int processors;  // multiprocessors of the device
   int turns_together;  // from how many turns at most pieces are taken alternately
+  int reversed;  // how many turns, the last ones, are gone over the other way round
   int* turns_together_of_segments;  // the same where there are segments, which are not known before
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
@@ -89,7 +92,7 @@ int heads_of_piece(const BackwardCall& call) {
 // over `tiles` of queries, and so many `blocks` go over the `tiles_in_cache`. (TFLOP/s by turns of one head: heads of
 // 64, 2K, on an H100, 335 with one, 430 with 15. Heads of 256, on an H200, 2K, 428 with one, 490 with four, 500 with
 // six; 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The bits of the results
-// do not depend on it.
+// depend on it only as `reversed_turns` does.
 template <int size>
 __host__ __device__ int turns_together(const BackwardCall& call, double tiles, double tiles_in_cache, double blocks) {
   using Plan = BackwardPlan<size>;
@@ -100,6 +103,21 @@ __host__ __device__ int turns_together(const BackwardCall& call, double tiles, d
   const double by_cache = Plan::cache * double(1 << 20) / of_turn - at_once / blocks;
   const double count = by_waits < by_cache ? by_waits : by_cache;
   return static_cast<int>(count < 1 ? 1 : count < call.turns ? count : call.turns);
+}
+
+// How many turns, the last ones, are reversed: they have the blocks of keys from the first to the last, and the tiles
+// of queries from the last to the first. Under a causal rule, blocks of keys go over the fewer tiles the later they
+// are. In the order in which blocks of a head wait the least for each other, the longest piece of work of a turn is its
+// last, and at the end multiprocessors would be without work for half the time of one. Of a reversed turn the shortest
+// is the last. They are as many as are taken together, or as it takes to occupy all multiprocessors. If there are no
+// others, none is reversed: blocks of a head that begin at the same time, with the same tile, wait for each other.
+template <int size>
+int reversed_turns(const BackwardCall& call) {
+  const bool longest_last = call.limits.right != kNoLimit && call.limits.left == kNoLimit;
+  if (!call.deterministic || !longest_last || call.segments) return 0;
+  const int at_once = call.processors / BackwardPlan<size>::blocks;
+  const int last = std::max(call.turns_together, (at_once + call.key_blocks - 1) / call.key_blocks);
+  return last < call.turns ? last : 0;
 }
 
 // The heads of a turn: the first, and as many as a piece of work has. Between turns that share keys there are as many
@@ -114,20 +132,27 @@ struct BackwardHeads {
 };
 
 // Of which turn a piece of work is, and which block of keys. Pieces are taken alternately from some turns: as many as
-// `turns_together` says, or a few less, so that no few are left at the end.
+// `turns_together` says, or a few less, so that no few are left at the end; and at last from all that are reversed.
 struct BackwardPlace {
   int turn, block;
+  bool reversed;
   __device__ BackwardPlace(const BackwardCall& call, unsigned piece, unsigned turns_together) {
-    const unsigned turns = call.turns, times = (turns + turns_together - 1) / turns_together;
-    unsigned count = turns / times, first = 0;
+    unsigned turns = call.turns - call.reversed, first = 0;
+    reversed = piece >= turns * call.key_blocks;
+    if (reversed) {
+      piece -= turns * call.key_blocks;
+      first = turns, turns = turns_together = call.reversed;
+    }
+    const unsigned times = (turns + turns_together - 1) / turns_together;
+    unsigned count = turns / times;
     const unsigned longer = turns % times, of_longer = longer * (count + 1);  // those with one more come first
     if (piece < of_longer * call.key_blocks) count++;
-    else first = of_longer, piece -= of_longer * call.key_blocks;
+    else first += of_longer, piece -= of_longer * call.key_blocks;
     first += piece / (count * call.key_blocks) * count;
     piece %= count * call.key_blocks;
     turn = first + piece % count;
     block = piece / count;
-    if (call.deterministic) block = call.key_blocks - 1 - block;  // see copy.cuh
+    if (call.deterministic && !reversed) block = call.key_blocks - 1 - block;  // see copy.cuh
   }
 };
 
@@ -139,9 +164,11 @@ struct BackwardWork {
   using Plan = BackwardPlan<size>;
   bool there;  // else there are no more
   int turn, batch, first_head, key_head, block;
+  int before_block;  // the block of keys that adds to each tile before this one: the next, or if reversed, the last
+  int last_tile;     // of all, if they are counted from there, as `tiles` are in a reversed turn; else 0
   AttentionLimits limits;
-  QueryTiles tiles, tiles_of_next;  // the latter those of the next block of keys
-  SegmentRange segment;             // of the block, if the call has segments
+  QueryTiles tiles, tiles_before;  // the latter those of `before_block`
+  SegmentRange segment;            // of the block, if the call has segments
 
   __device__ void set(const BackwardCall& call, unsigned piece) {
     there = piece < call.pieces;
@@ -153,9 +180,15 @@ struct BackwardWork {
     turn = place.turn, block = place.block;
     batch = heads.batch, first_head = heads.first, key_head = heads.key_head;
     limits = {call, batch};
-    tiles = range(call, block), tiles_of_next = range(call, block + 1);
+    tiles = range(call, block);
+    before_block = place.reversed ? block - 1 : block + 1;
+    tiles_before = before_block < 0 ? QueryTiles{0, 0} : range(call, before_block);
+    last_tile = place.reversed ? call.query_tiles - 1 : 0;
+    if (place.reversed) tiles = tiles.from_last(last_tile), tiles_before = tiles_before.from_last(last_tile);
     if (any_segments) segment = call.segments[batch * call.key_blocks + block];
   }
+  // The tile of queries that has a number among `tiles`.
+  __device__ int tile(int number) const { return abs(last_tile - number); }
   __device__ static bool has_segments(const BackwardCall& call) { return may_be_segmented && call.segments; }
   // How many tiles all heads of the piece have.
   __device__ int steps(const BackwardCall& call) const { return tiles.length() * call.heads_of_piece; }
@@ -182,14 +215,16 @@ struct BackwardWork {
     if (begin >= end || first >= last) return {0, 0};
     return {first / Plan::queries, (last + Plan::queries - 1) / Plan::queries};
   }
-  // The tiles of which no score with the keys [key, key + 64) is masked, but for those of queries past the end.
+  // The tiles of which no score with the keys [key, key + 64) is masked, but for those of queries past the end. They
+  // are counted as `tiles` are.
   __device__ QueryTiles unmasked(const BackwardCall& call, int key) const {
     ElementRange queries = limits.queries_of_all(key, key + 64);
     if (has_segments(call)) {
       const ElementRange inner = segment.inner();
       queries = {max(queries.begin, inner.begin), min(queries.end, inner.end)};
     }
-    return {(queries.begin + Plan::queries - 1) / Plan::queries, queries.end / Plan::queries};
+    const QueryTiles found{(queries.begin + Plan::queries - 1) / Plan::queries, queries.end / Plan::queries};
+    return last_tile > 0 ? found.from_last(last_tile) : found;
   }
 };
 

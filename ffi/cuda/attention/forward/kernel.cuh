@@ -225,6 +225,23 @@ struct ForwardTiles {
       while (number >= begin && (again || (kind != ScoreKind::plain && tiles.masked(number)))) {
         if (again) multiply_again(step + 1);
         else start_products(step + 1, step);
+        // As documents that are packed have a masked tile at each begin, such tiles are taken in like others.
+        if constexpr (kind == ScoreKind::segmented) {
+          if (!again && scores.have_references()) {
+            scores.mask(tile, item, number * Plan::key_tile);
+            const auto taken = scores.weigh(tile);
+            if (scores.above_limits(taken)) {
+              wait_for_products<0>(output, weights);
+              again = !scores.follow(tile, taken, factors);
+              if (again) continue;
+              rescale_output();
+            } else {
+              scores.add(taken);
+            }
+            end_tile();
+            continue;
+          }
+        }
         take_any(scores, item, tiles, number);
         if (!again) wait_for_products<0>(output, weights);
         again = false;

@@ -1,4 +1,4 @@
-// The launch of the forward kernel, for one element type and size of heads.
+// The launch of the forward kernel, for one element type and sizes of heads.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   args.blocks_of_head = static_cast<int>(blocks), args.items = static_cast<int>(items);
   args.together = 1;
   if (kind != ScoreKind::plain) {
-    const int64_t of_head = int64_t(call.keys) * 2 * call.size * sizeof(T);
+    const int64_t of_head = int64_t(call.keys) * (call.size + call.value_size) * sizeof(T);
     const int64_t key_heads = std::max<int64_t>(kBytesTogether / of_head, 1);
     args.together = static_cast<int>(std::min(key_heads * (call.heads / call.key_heads), heads));
   }
@@ -53,9 +53,9 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
     auto* const ranges = reinterpret_cast<SegmentRange*>(static_cast<unsigned char*>(call.workspace) + space.counter);
     const Segments of_queries{call.query_segments, call.segment_steps[0], call.queries};
     const Segments of_keys{call.key_segments, call.segment_steps[1], call.keys};
-    find_segment_ranges<<<args.blocks_of_head * call.batch, 256, 0, stream>>>(of_queries, of_keys, args.blocks_of_head,
-                                                                             Plan::queries, ranges);
-    if (auto e = cudaGetLastError()) return e;
+    if (auto e = launch_segment_ranges(of_queries, of_keys, call.batch, args.blocks_of_head, Plan::queries, ranges,
+                                       stream))
+      return e;
     args.segments = ranges;
   }
   // Results in f32 are those of some of the keys: others come from other devices meanwhile, by kernels that need
@@ -69,25 +69,25 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   return cudaGetLastError();
 }
 
-template <class T, int size, ScoreKind kind>
+template <class T, class Sizes, ScoreKind kind>
 cudaError_t launch_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
                            const Device& device, cudaStream_t stream) {
-  using Plan = ForwardPlan<size, kind>;
+  using Plan = ForwardPlan<Sizes::size, Sizes::value_size, kind>;
   if (before.lse) return launch_forward_by_plan<T, ContinuedPlan<Plan>, kind>(call, before, results, device, stream);
   return launch_forward_by_plan<T, Plan, kind>(call, before, results, device, stream);
 }
 
-template <class T, int size>
+template <class T, class Sizes>
 cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
                         cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
-  if (call.cap > 0) return launch_forward<T, size, ScoreKind::capped>(call, before, results, device, stream);
+  if (call.cap > 0) return launch_forward<T, Sizes, ScoreKind::capped>(call, before, results, device, stream);
   if (call.query_segments)
-    return launch_forward<T, size, ScoreKind::segmented>(call, before, results, device, stream);
-  if (call.limits.any() || call.keys <= kFewKeys<size>)
-    return launch_forward<T, size, ScoreKind::limited>(call, before, results, device, stream);
-  return launch_forward<T, size, ScoreKind::plain>(call, before, results, device, stream);
+    return launch_forward<T, Sizes, ScoreKind::segmented>(call, before, results, device, stream);
+  if (call.limits.any() || call.keys <= kFewKeys<Sizes::value_size>)
+    return launch_forward<T, Sizes, ScoreKind::limited>(call, before, results, device, stream);
+  return launch_forward<T, Sizes, ScoreKind::plain>(call, before, results, device, stream);
 }
 
 }  // namespace jaxsoft::cuda

@@ -97,6 +97,11 @@ struct ForwardScores {
     }
   }
 
+  // Whether all rows of a warp have a reference by which there may be weights.
+  __device__ bool have_references() const {
+    return __all_sync(0xffffffffu, limit(rows[0]) > 0 && limit(rows[1]) > 0);
+  }
+
   // What the thread has of the weights of a tile, by rows.
   struct Taken {
     float largest[2] = {}, sums[2] = {};

@@ -1,4 +1,4 @@
-// The sizes of tiles in the forward kernel, by the head size.
+// The sizes of tiles in the forward kernel, by the sizes of heads of keys and of values.
 #pragma once
 
 #include "../../anywhere.h"
@@ -30,17 +30,19 @@ struct ForwardPlanOf {
 // H100, clusters of two blocks that copy tiles for one another, a second slot for queries, exponentials by polynomials
 // beside those of the hardware, two tiles of scores in flight, and products for the output that are started between the
 // exponentials of the next tile; with heads of 64, groups in turns, and two groups of 192 keys.
-template <int size, ScoreKind kind>
+template <int size, int value_size, ScoreKind kind>
 struct ForwardPlan;
 template <ScoreKind kind>
-struct ForwardPlan<64, kind> : ForwardPlanOf<64, 3, 128, 4, false, kind == ScoreKind::plain> {};
+struct ForwardPlan<64, 64, kind> : ForwardPlanOf<64, 3, 128, 4, false, kind == ScoreKind::plain> {};
 template <ScoreKind kind>
-struct ForwardPlan<128, kind>
+struct ForwardPlan<128, 128, kind>
     : ForwardPlanOf<128, 2, kind == ScoreKind::plain ? 176 : 128, 2, true, kind == ScoreKind::plain> {};
 template <ScoreKind kind>
-struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
+struct ForwardPlan<192, 128, kind> : ForwardPlanOf<192, 2, 128, 2, true, kind == ScoreKind::plain, 128> {};
 template <ScoreKind kind>
-struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
+struct ForwardPlan<192, 192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
+template <ScoreKind kind>
+struct ForwardPlan<256, 256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
 // Up to so many keys, calls without limits take the plan of those with them: its tiles are shorter, and nobody waits
 // for results to be stored. (H200, heads of 128: 3 % faster at 512, 1 % slower at 1024.)
@@ -56,14 +58,22 @@ struct ForwardSpace {
   int64_t bytes() const { return counter + ranges * range; }
 };
 
-// Calls use(n) with the size whose plan serves heads of `size`. See with_size.
+template <int head_size, int size_of_values>
+struct HeadSizes {
+  static constexpr int size = head_size, value_size = size_of_values;
+};
+
+// Calls use(sizes) with the HeadSizes whose plan serves such heads. Columns past the end of a head are zeros.
 template <class Use>
-auto with_forward_size(int64_t size, Use use) {
-  return with_size<64, 128, 192, 256>(size, use);
+auto with_forward_sizes(int64_t size, int64_t value_size, Use use) {
+  if (128 < size && size <= 192 && value_size <= 128) return use(HeadSizes<192, 128>());
+  return with_size<64, 128, 192, 256>(size < value_size ? value_size : size,
+                                      [&](auto both) { return use(HeadSizes<both, both>()); });
 }
 
-inline bool has_few_keys(int64_t size, int64_t keys) {
-  return with_forward_size(size, [&](auto of_plan) { return keys <= kFewKeys<of_plan>; });
+inline bool has_few_keys(int64_t size, int64_t value_size, int64_t keys) {
+  return with_forward_sizes(size, value_size,
+                            [&](auto sizes) { return keys <= kFewKeys<decltype(sizes)::value_size>; });
 }
 
 }  // namespace jaxsoft::cuda
