@@ -90,13 +90,16 @@ def function(case: Case, name: str) -> Callable:
         chosen: dict = {"implementation": by_name} if by_name in ("ffi", "pallas") else {}
         if "deterministic=False" in name:
             chosen["deterministic"] = False
+        extra = dict(extra)
+        if "segment_ids" in extra:
+            extra["query_segment_ids"] = extra["key_value_segment_ids"] = extra.pop("segment_ids")
         return jaxsoft.dot_product_attention(query, key, value, **extra, **static, **chosen)
 
     def of_jax(query, key, value, extra):
         extra = dict(extra)
         if case.extra in PACKED:
-            queries, keys = extra.pop("query_segment_ids"), extra.pop("key_value_segment_ids")
-            extra["mask"] = (queries[:, :, None] == keys[:, None])[:, None]
+            ids = extra.pop("segment_ids")
+            extra["mask"] = (ids[:, :, None] == ids[:, None])[:, None]
         if "bias" in extra:
             extra["bias"] = extra["bias"].astype(query.dtype)
         return jax.nn.dot_product_attention(query, key, value, **extra, **static, implementation=name)

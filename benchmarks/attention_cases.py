@@ -119,7 +119,7 @@ def cumulative(case: Case) -> np.ndarray:
 
 
 def operands(case: Case) -> dict[str, jax.Array]:
-    """The arrays of a case, by the arguments of `dot_product_attention`; and the cotangent."""
+    """The arrays of a case, by the arguments of `dot_product_attention`; the cotangent; and the segments of both."""
     b, t, n, k, h, d = case.batch, case.length, case.heads, case.key_heads, case.size, case.value_size
     shapes = {"query": (b, t, n, h), "key": (b, t, k, h), "value": (b, t, k, d), "cotangent": (b, t, n, d)}
     keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
@@ -127,7 +127,7 @@ def operands(case: Case) -> dict[str, jax.Array]:
     if case.extra == "key lengths":
         found["key_value_seq_lengths"] = jnp.asarray(_lengths(case))
     elif case.extra in PACKED:
-        found["query_segment_ids"] = found["key_value_segment_ids"] = jnp.asarray(_segments(case))
+        found["segment_ids"] = jnp.asarray(_segments(case))
     elif case.extra in ("mask", "mask by batch"):
         shape = (b if case.extra == "mask by batch" else 1, 1, t, t)
         found["mask"] = jax.random.bernoulli(keys[-1], MASKED_IN, shape)

@@ -9,6 +9,7 @@ from report import circumstances, tabs
 
 ORDER = (*OF_ATTENTION, "jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas")
 CHOICES = ("jaxsoft", "deterministic=False")  # which are jaxsoft's own
+CLOSE = 0.02  # behind by so much, which two runs of the same program may differ by
 IN_WORDS = {"cudnn": "cuDNN", "xla": "XLA"} | {name: name.partition(",")[0] for name in OF_ATTENTION[2:]}
 
 
@@ -76,7 +77,8 @@ def standing(name: str) -> str:
     peers = f"{', '.join(others)} and {last}" if others else last
     kinds: dict[str, list[float]] = {}
     for case in slower:
-        kinds.setdefault(_kind(case), []).append(faster(case, "jaxsoft"))
+        within = faster(case, "jaxsoft") >= 1 - CLOSE
+        kinds.setdefault("the others" if within else _kind(case), []).append(faster(case, "jaxsoft"))
     cells = [f"{kind}, in {len(gains)} by up to {number(100 / min(gains) - 100)} %" for kind, gains in kinds.items()]
     return (
         f"Attention is compared with the fastest of {peers} in each case, and takes longer than that in "

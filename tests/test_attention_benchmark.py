@@ -62,7 +62,7 @@ def test_packed():
     """The sums of lengths are where the numbers of the segments change."""
     case = small("documents", batch=3)
     sums, longest = flash_attention.lengths(case)
-    ids = np.asarray(attention_cases.operands(case)["query_segment_ids"])
+    ids = np.asarray(attention_cases.operands(case)["segment_ids"])
     lengths = np.concatenate([np.bincount(row, minlength=16) for row in ids])
     assert sums.dtype == np.int32 and sums[0] == 0 and np.array_equal(np.diff(sums), lengths)
     assert longest == lengths.max() and len(lengths) == 3 * attention_cases.PACKED["documents"]
