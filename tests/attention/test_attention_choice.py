@@ -429,6 +429,17 @@ def test_values_of_another_size(length):
 
 
 @pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("options", [{"dtype": jnp.float32}, {"return_state": True}], ids=["dtype", "state"])
+def test_values_of_another_size_in_f32(options):
+    """Which the CUDA kernels do not return."""
+    shapes = [(1, 512, 2, 192)] * 2 + [(1, 512, 2, 128)]
+    attend = functools.partial(jaxsoft.dot_product_attention, is_causal=True, **options)
+    assert targets(lambda *v: attend(*v), *shapes) == []
+    with pytest.raises(ValueError, match=r"take head sizes that differ without a state, .*; got 192 and 128"):
+        targets(functools.partial(attend, implementation="ffi"), *shapes)
+
+
+@pytest.mark.usefixtures("cuda_kernels")
 def test_one_array_of_segments():
     """Where queries and keys have the same segments, each query has its own key, and its cotangent is not masked."""
     ids, others = np.repeat([[0, 1]], 256, axis=1), np.repeat([[0, 1]], 256, axis=1)
