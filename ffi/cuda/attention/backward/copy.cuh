@@ -147,6 +147,7 @@ template <bool staged, class T, int size, bool segmented>
 __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segmented>& shared, int group) {
   using Plan = BackwardPlan<size>;
   using Shared = BackwardShared<T, size, segmented>;
+  using Sums = typename Shared::Sums;
   const uint32_t turns = shared_address(&shared.turns);
   unsigned parity = 0, tiles = 0;
   auto let_go = [&] {
@@ -159,7 +160,7 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segme
     if (!call.deterministic) wait_for_zeros(call, work);
     for (int i = 0; i < call.heads_of_piece; i++) {
       const int64_t head = work.head_of_turns(call, i);
-      float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::sum;
+      float* const sums = call.sums + head * call.query_tiles * Sums::count + group * Sums::half;
       int* const end = reinterpret_cast<int*>(call.ends + head * call.key_blocks + work.block) + group;
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
         tiles++;
@@ -169,16 +170,15 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segme
           while (static_cast<int>(turn - tiles) < 0);
         }
         shared.sum_full[group].wait(parity);
-        float* const to = sums + int64_t(work.tile(tile)) * Shared::tile;
-        constexpr unsigned bytes = Shared::sum * sizeof(float);
+        float* const to = sums + int64_t(work.tile(tile)) * Sums::count;
+        constexpr unsigned bytes = sizeof shared.sums[0];
         // Where the order matters, the first block stores, and there need not be zeros before.
         if (call.deterministic && !work.tiles_before.has(tile)) store_floats(to, shared.sums[group], bytes);
         else add_floats(to, shared.sums[group], bytes);
         let_go();
         if (call.deterministic) {
           // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
-          constexpr int of_signal = BackwardCode::tiles_of_signal;
-          if ((tile - work.tiles.begin) % of_signal == of_signal - 1 || tile + 1 == work.tiles.end) {
+          if (work.is_signalled(tile)) {
             wait_for_stores();
             store_released(end, tile + 1);
           }

@@ -179,8 +179,7 @@ __device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T, size
         commit_stores();
         wait_for_reads_of_stores();
         shared.sum_empty[slot].arrive();
-        constexpr int of_signal = BackwardCode::tiles_of_signal;
-        if ((tile - work.tiles.begin) % of_signal == of_signal - 1 || tile + 1 == work.tiles.end) {
+        if (work.is_signalled(tile)) {
           wait_for_stores();
           store_released(end, tile + 1);
         }

@@ -12,25 +12,23 @@ namespace jaxsoft::cuda {
 // Begins products of 64 keys or values, and of a tile of queries or cotangents, with so many columns.
 template <int columns, class T, int count>
 __device__ void multiply_tile(float (&products)[count], const T* left, const T* right) {
-  constexpr int box_bytes = 64 * 128;
   const auto of_left = summed_along_rows(left).anew(), of_right = summed_along_rows(right).anew();
   begin_products();
 #pragma unroll
   for (int k = 0; k < columns; k += 16)
-    multiply<T>(products, of_left + (k / 64 * box_bytes + k % 64 * 2), of_right + (k / 64 * box_bytes + k % 64 * 2),
+    multiply<T>(products, of_left + (k / 64 * kBoxBytes + k % 64 * 2), of_right + (k / 64 * kBoxBytes + k % 64 * 2),
                 k > 0);
   commit_products();
 }
 
-// The same with keys or values that a thread has in registers, as left operands.
+// The same with keys that a thread has in registers, as left operands.
 template <int columns, class T, int count>
 __device__ void multiply_tile(float (&products)[count], const uint32_t (&left)[columns / 16][4], const T* right) {
-  constexpr int box_bytes = 64 * 128;
   const auto of_right = summed_along_rows(right).anew();
   begin_products();
 #pragma unroll
   for (int k = 0; k < columns; k += 16)
-    multiply<T>(products, left[k / 16], of_right + (k / 64 * box_bytes + k % 64 * 2), k > 0);
+    multiply<T>(products, left[k / 16], of_right + (k / 64 * kBoxBytes + k % 64 * 2), k > 0);
   commit_products();
 }
 // Reads them.
@@ -41,7 +39,7 @@ __device__ void read_left(uint32_t (&left)[columns / 16][4], const T* tile) {
   for (int k = 0; k < columns; k += 16)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(left[k / 16][0]), "=r"(left[k / 16][1]), "=r"(left[k / 16][2]), "=r"(left[k / 16][3])
-                 : "r"(shared_address(tile) + k / 64 * (64 * 128) + place_in_box(row, k % 64 * 2 + lane / 16 * 16))
+                 : "r"(shared_address(tile) + k / 64 * kBoxBytes + place_in_box(row, k % 64 * 2 + lane / 16 * 16))
                  : "memory");
 }
 
@@ -56,6 +54,18 @@ __device__ void store_tile(T* to, const uint32_t (&rounded)[count][4], Barrier& 
   for (int i = 0; i < count; i++) store_turned(shared_address(to) + of_lane + i * (16 * box_row), rounded[i]);
   show_to_copies();
   full.arrive_as_warp();
+}
+
+// Makes weights of the scores of a tile, with a cap and limits on them, and stores them.
+template <ScoreKind kind, class T, int size, bool segmented, int slots, int count>
+__device__ void make_weights(const BackwardCall& call, BackwardPair<T, size, segmented>& shared, SlotPlace<slots>& at,
+                             float (&scores)[count], bool near_cap, const float* numbers) {
+  uint32_t rounded[count / 8][4];
+  if (near_cap) weigh_near_cap<T>(scores, rounded, numbers, call.soft_cap);
+  else weigh<T, kind>(scores, rounded, numbers, call);
+  shared.weights_empty[at.slot].wait(at.parity ^ 1);
+  store_tile(shared.weights[at.slot], rounded, shared.weights_full[at.slot]);
+  at.advance();
 }
 
 // The products of slopes and keys, which are the block's part of the gradient by queries: those with the block's own
@@ -83,13 +93,13 @@ struct PairSums {
     const auto keys = summed_over_rows(shared.key, Pair::keys);
     auto own_keys = [&](int part) {
       const int column = Of::first_column(rank, part);
-      return keys + (column / 64 * Pair::box_bytes + column % 64 * 2);
+      return keys + (column / 64 * kBoxBytes + column % 64 * 2);
     };
     multiply(sums, shared.slopes[slopes.slot], own_keys(0), own_keys(1), false);
   }
   __device__ void multiply_other(float (&sums)[count]) const {
     const auto keys = summed_over_rows(shared.other_key, Pair::keys);
-    multiply(sums, shared.other_slopes[other_slopes.slot], keys, keys + Pair::box_bytes, true);
+    multiply(sums, shared.other_slopes[other_slopes.slot], keys, keys + kBoxBytes, true);
   }
   __device__ void multiply_both(float (&sums)[count]) const {
     wait_for_own(), multiply_own(sums);
@@ -168,11 +178,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, size, 
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
       // Exponentials run beside these products, as they stand between their instructions (see multiply.cuh).
       multiply_tile<Pair::value_size>(slopes, shared.value, shared.cotangent[cotangent.slot]);
-      if (near_cap) weigh_near_cap<T>(scores, rounded, numbers, call.soft_cap);
-      else weigh<T, kind>(scores, rounded, numbers, call);
-      shared.weights_empty[weights_at.slot].wait(weights_at.parity ^ 1);
-      store_tile(shared.weights[weights_at.slot], rounded, shared.weights_full[weights_at.slot]);
-      weights_at.advance();
+      make_weights<kind>(call, shared, weights_at, scores, near_cap, numbers);
       wait_for_products<0>(slopes);
       shared.cotangent_empty[cotangent.slot].arrive_as_warp();
       cotangent.advance();
@@ -237,11 +243,7 @@ __device__ void multiply_scores_and_slopes(const BackwardCall& call, BackwardPai
       // Exponentials run beside these products, and slopes beside those below, as they stand between their instructions
       // (see multiply.cuh).
       if constexpr (last) of_queries.multiply_own(sums);
-      if (near_cap) weigh_near_cap<T>(scores, rounded, numbers, call.soft_cap);
-      else weigh<T, kind>(scores, rounded, numbers, call);
-      shared.weights_empty[weights_at.slot].wait(weights_at.parity ^ 1);
-      store_tile(shared.weights[weights_at.slot], rounded, shared.weights_full[weights_at.slot]);
-      weights_at.advance();
+      make_weights<kind>(call, shared, weights_at, scores, near_cap, numbers);
       shared.slopes_empty[slopes_at.slot].wait(slopes_at.parity ^ 1);
       if constexpr (last) {
         of_queries.wait_for_other();
@@ -305,7 +307,7 @@ struct PairGradient {
 #pragma unroll
       for (int of = 0; of < parts; of++)
         multiply<T>(sums[of], rows + k * Pair::box_row,
-                    of_heads + (k * Pair::box_row + of * (of_part / 64 * Pair::box_bytes)), true);
+                    of_heads + (k * Pair::box_row + of * (of_part / 64 * kBoxBytes)), true);
     }
     commit_products();
   }

@@ -33,7 +33,7 @@ struct BackwardPair {
   static constexpr int parts = Sums::parts;  // of the block's part of the gradient by queries, of up to 64 columns
   // If both parts are boxes of keys side by side, one product gives them.
   static constexpr bool at_once = Sums::columns(1) == 64;
-  static constexpr int box_row = 128, box_bytes = 64 * box_row;
+  static constexpr int box_row = 128;
   __device__ static constexpr unsigned sum_bytes(int part) { return sizeof(float) * queries * Sums::columns(part); }
 
   // Boxes of tensor_map.cuh, of 64 columns.

@@ -23,8 +23,8 @@ struct BackwardShared {
   // The gradient by queries is computed with columns of the head as rows, 64 at a time. If there are fewer boxes than
   // warp groups, each has a part of the queries.
   static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / Code::groups;
-  static constexpr int sum = 64 * sum_queries;
-  static constexpr int stage_box = kStageBox / sizeof(T);
+  using Sums = SumsTile<size>;
+  static constexpr int stage_box = kBoxBytes / sizeof(T);
 
   // Boxes of tensor_map.cuh, of 64 columns.
   alignas(1024) T key[Plan::keys * size];
@@ -34,7 +34,7 @@ struct BackwardShared {
   alignas(1024) T slopes[2][slope_tile];  // of queries (rows) and keys, for the product with keys
   // To be added to the gradient by queries. At the end of a piece of work the gradient by a group's keys is left there,
   // and beside it that by its values, as boxes that are stored.
-  alignas(1024) float sums[Code::groups][sum];
+  alignas(1024) float sums[Code::groups][Sums::half];
   alignas(1024) T value_stage[Code::groups][64 * size];
   __device__ T* key_stage(int group) {
     static_assert(sizeof value_stage <= sizeof sums);

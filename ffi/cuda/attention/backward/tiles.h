@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../../anywhere.h"
+#include "../head_sizes.h"
 
 namespace jaxsoft::cuda {
 
@@ -13,7 +14,7 @@ struct BackwardCode {
   static constexpr int threads = (groups + 1) * kWarpGroup;   // and one that copies
   static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
   static constexpr int work_slots = 2;                        // pieces of work that are known at a time
-  static constexpr int tiles_of_signal = 2;
+  static constexpr int tiles_of_signal = 2, cache = 49;
 };
 
 // A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
@@ -36,48 +37,38 @@ struct BackwardCode {
 // and keys as well. Then the one that makes slopes does not wait for that. (Heads of 192 with values of 128, 8K without
 // a causal rule and with one, TFLOP/s: 444 and 421 without it, 467 and 479 with it.) Heads of 256 leave no registers
 // for it.
+template <int size_of_values, int queries_of_tile, int blocks_of_piece, int slots_of_cotangents>
+struct BackwardPlanOf {
+  static constexpr int value_size = size_of_values, queries = queries_of_tile, keys = 128, blocks = blocks_of_piece;
+  static constexpr int added_parts = 2 * blocks, query_slots = 2, cotangent_slots = slots_of_cotangents;
+  static constexpr double stagger = blocks == 1 ? 4 : 1.9;
+};
 template <int size>
 struct BackwardPlan;
 template <>
-struct BackwardPlan<64> {
-  static constexpr int value_size = 64;
-  static constexpr int queries = 96, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
+struct BackwardPlan<64> : BackwardPlanOf<64, 96, 1, 2> {
   static constexpr bool slopes_in_registers = true;
-  static constexpr int cache = 49;
-  static constexpr double stagger = 4;
 };
 template <>
-struct BackwardPlan<128> {
-  static constexpr int value_size = 128;
-  static constexpr int queries = 64, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
+struct BackwardPlan<128> : BackwardPlanOf<128, 64, 1, 2> {
   static constexpr bool slopes_in_registers = false;
-  static constexpr int cache = 49;
-  static constexpr double stagger = 4;
 };
 template <>
-struct BackwardPlan<192> {
-  static constexpr int value_size = 128;
-  static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 2;
+struct BackwardPlan<192> : BackwardPlanOf<128, 64, 2, 2> {
   static constexpr int weight_slots = 2, slope_slots = 2, sum_slots = 2;
   static constexpr bool slopes_by_values = true;
-  static constexpr int cache = 49;
-  static constexpr double stagger = 1.9;
 };
 template <>
-struct BackwardPlan<256> {
-  static constexpr int value_size = 256;
-  static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 1;
+struct BackwardPlan<256> : BackwardPlanOf<256, 64, 2, 1> {
   static constexpr int weight_slots = 1, slope_slots = 2, sum_slots = 1;
   static constexpr bool slopes_by_values = false;
-  static constexpr int cache = 49;
-  static constexpr double stagger = 1.9;
 };
 
-// Calls use(n) with the size whose plan serves such heads. Columns past the end of a head are zeros.
+// Calls use(n) with the size of keys whose plan serves such heads.
 template <class Use>
 auto with_backward_size(int64_t size, int64_t value_size, Use use) {
-  if (128 < size && size <= 192 && value_size <= 128) return use(std::integral_constant<int, 192>());
-  return with_size<64, 128, 256>(size < value_size ? value_size : size, use);
+  return with_sizes<HeadSizes<64, 64>, HeadSizes<128, 128>, HeadSizes<192, 128>, HeadSizes<256, 256>>(
+      size, value_size, [&](auto sizes) { return use(std::integral_constant<int, decltype(sizes)::size>()); });
 }
 
 // How the gradient by queries lies in the sums, tile by tile. One half of a tile is added by the first warp group, and

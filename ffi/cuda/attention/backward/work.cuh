@@ -100,7 +100,7 @@ __host__ __device__ int turns_together(const BackwardCall& call, double tiles, d
   const double of_turn = 8. * tiles_in_cache * Plan::queries * call.heads_of_piece * size;
   const double at_once = call.processors / Plan::blocks;  // pieces of work
   const double by_waits = ceil(Plan::stagger * at_once / (tiles * call.heads_of_piece));
-  const double by_cache = Plan::cache * double(1 << 20) / of_turn - at_once / blocks;
+  const double by_cache = BackwardCode::cache * double(1 << 20) / of_turn - at_once / blocks;
   const double count = by_waits < by_cache ? by_waits : by_cache;
   return static_cast<int>(count < 1 ? 1 : count < call.turns ? count : call.turns);
 }
@@ -186,6 +186,11 @@ struct BackwardWork {
     last_tile = place.reversed ? call.query_tiles - 1 : 0;
     if (place.reversed) tiles = tiles.from_last(last_tile), tiles_before = tiles_before.from_last(last_tile);
     if (any_segments) segment = call.segments[batch * call.key_blocks + block];
+  }
+  // Whether a thread that adds to sums signals so after a tile.
+  __device__ bool is_signalled(int tile) const {
+    constexpr int of_signal = BackwardCode::tiles_of_signal;
+    return (tile - tiles.begin) % of_signal == of_signal - 1 || tile + 1 == tiles.end;
   }
   // The tile of queries that has a number among `tiles`.
   __device__ int tile(int number) const { return abs(last_tile - number); }

@@ -225,7 +225,8 @@ struct ForwardTiles {
       while (number >= begin && (again || (kind != ScoreKind::plain && tiles.masked(number)))) {
         if (again) multiply_again(step + 1);
         else start_products(step + 1, step);
-        // As documents that are packed have a masked tile at each begin, such tiles are taken in like others.
+        // As documents that are packed have a masked tile at each begin, such tiles are taken in like others: the text
+        // is that of the loop below, without a cap. As one function, it made ptxas serialize the products of that loop.
         if constexpr (kind == ScoreKind::segmented) {
           if (!again && scores.have_references()) {
             scores.mask(tile, item, number * Plan::key_tile);

@@ -135,7 +135,7 @@ __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>&
   };
   if (copies) wait_for_reads_of_stores();
   all.wait();
-  static_assert(sizeof stages[0][0] == kStageBox);
+  static_assert(sizeof stages[0][0] == kBoxBytes);
   stage_rows<T, Plan::value_size>(stages[0], value);
   const bool residual = args.results.output_residual;
   if (residual) stage_rows<T, Plan::value_size>(stages[1], [&](int i) { return lost_by_rounding<T>(value(i)); });

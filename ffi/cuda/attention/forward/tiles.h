@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../anywhere.h"
+#include "../head_sizes.h"
 #include "../score_kind.h"
 
 namespace jaxsoft::cuda {
@@ -58,17 +59,11 @@ struct ForwardSpace {
   int64_t bytes() const { return counter + ranges * range; }
 };
 
-template <int head_size, int size_of_values>
-struct HeadSizes {
-  static constexpr int size = head_size, value_size = size_of_values;
-};
-
-// Calls use(sizes) with the HeadSizes whose plan serves such heads. Columns past the end of a head are zeros.
+// Calls use(sizes) with the HeadSizes whose plan serves such heads.
 template <class Use>
 auto with_forward_sizes(int64_t size, int64_t value_size, Use use) {
-  if (128 < size && size <= 192 && value_size <= 128) return use(HeadSizes<192, 128>());
-  return with_size<64, 128, 192, 256>(size < value_size ? value_size : size,
-                                      [&](auto both) { return use(HeadSizes<both, both>()); });
+  return with_sizes<HeadSizes<64, 64>, HeadSizes<128, 128>, HeadSizes<192, 128>, HeadSizes<192, 192>,
+                    HeadSizes<256, 256>>(size, value_size, use);
 }
 
 inline bool has_few_keys(int64_t size, int64_t value_size, int64_t keys) {
