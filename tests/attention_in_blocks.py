@@ -51,10 +51,11 @@ class Blocks:
     def make(
         cls, sizes: Sequence[int], dtype, options: Sequence[str] = (), borders: Sequence[int] = (), **of_form
     ) -> "Blocks":
-        """One of sizes (B, T, S, N, K, D), random arrays, and these options."""
-        b, t, s, n, k, d = sizes
+        """One of sizes (B, T, S, N, K, D), or with that of values, random arrays, and these options."""
+        b, t, s, n, k, d, *of_values = sizes
         rng = np.random.default_rng(0)
-        shapes = (b, t, n, d), (b, s, k, d), (b, s, k, d), (b, t, n, d)
+        v = of_values[0] if of_values else d
+        shapes = (b, t, n, d), (b, s, k, d), (b, s, k, v), (b, t, n, v)
         arrays = tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
         given: dict[Extra, np.ndarray] = {}
         for option in options:

@@ -123,7 +123,7 @@ def unsupported(operation: AttentionSpec, operands: Operands) -> str | None:
         reason = unsupported(*_gathered(operation, operands))
         return reason and f"{PAGED.what} takes up to {_MOST} queries of a key head, so pages are gathered, and {reason}"
     target = _target(operation, operands)
-    reason = _of_arrays(form, target, operands) or _of_sizes(operation, operands) or _of_numbers(form)
+    reason = _of_arrays(form, target, operands) or _of_numbers(form)
     if reason:
         return reason
     lacking = [extra.value for extra in form.extras if extra.value not in (*target.operands, *target.extras)]
@@ -197,18 +197,6 @@ def _of_arrays(form: AttentionForm, target: Target, operands: Operands) -> str |
     if kept and (page & (page - 1) or not smallest <= page <= largest):
         return f"its kernels for attention take pages of a power of 2 of keys, from {smallest} to {largest}; got {page}"
     return None
-
-
-def _of_sizes(operation: AttentionSpec, operands: Operands) -> str | None:
-    """None, or why the kernels cannot take heads of values of another size than those of keys."""
-    query, _, value = operands[:BASE]
-    in_f32 = operation.form.dtype != query.dtype or (isinstance(operation, AttentionPullback) and operation.wide)
-    if query.shape[3] == value.shape[3] or not (in_f32 or operation.form.has_state):
-        return None
-    return (
-        "its kernels for attention take head sizes that differ without a state, and return the dtype of queries; "
-        f"got {query.shape[3]} and {value.shape[3]}"
-    )
 
 
 def _of_numbers(form: AttentionForm) -> str | None:

@@ -51,11 +51,11 @@ class _Local:
         assert form.shards is not None
         named = dict(zip(form.names, operands, strict=False))
         rank = jax.lax.axis_index(axes).astype(jnp.int32)
-        # Segments and head sizes that differ are for kernels that do not say which queries count.
-        alike = named["key"].shape[-1] == named["value"].shape[-1]
-        at_once = implementation not in _WHOLE and alike and Extra.QUERY_SEGMENTS not in form.extras
+        # Segments are for kernels that do not say which queries count.
+        at_once = implementation not in _WHOLE and Extra.QUERY_SEGMENTS not in form.extras
         length = named["query"].shape[1]
         chunks, found = steps(form.shards, Band(form.left, form.right), length, rank, at_once)
+        alike = named["key"].shape[-1] == named["value"].shape[-1]
         return cls(form, axes, named, chunks, found, chunks == 1 and alike and implementation in _OF_BLOCKS)
 
     @property

@@ -96,8 +96,9 @@ def test_values_of_another_size(options, size, values):
 
 
 @pytest.mark.parametrize(("t", "s"), [(1, 1), (65, 64), (127, 128), (128, 129), (385, 383), (70, 1000), (1000, 70)])
-def test_lengths_with_values_of_another_size(t, s):
-    check(("causal",), Sizes(b=1, t=t, s=s, n=4, k=2, h=192, d=128))
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+def test_lengths_with_values_of_another_size(t, s, dtype):
+    check(("causal",), Sizes(b=1, t=t, s=s, n=4, k=2, h=192, d=128), dtype)
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 8), (6, 3), (8, 1)])
