@@ -315,9 +315,12 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     state.finish(before), write();
     pending = false;
   };
+  // Each group in turns takes one for each tile of an item but the first, also for those that it lets pass.
+  [[maybe_unused]] int turns = 0;  // for the latter
   auto let_pass = [&](int count) {
     for (const unsigned end = step + count; step < end; step++) {
-      if constexpr (Plan::turns) state.own_turn.wait(), state.other_turn.arrive();
+      if constexpr (Plan::turns)
+        if (turns-- > 0) state.own_turn.wait(), state.other_turn.arrive();
       state.wait_for_keys(step), state.free_keys(step);
       state.wait_for_values(step), state.free_values(step);
     }
@@ -338,6 +341,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
       own.inner_end = min(own.inner_end, item.tiles.inner_end);
       // Tiles that matter to other groups alone. While values are held, only few more can come.
       const int others = item.tiles.end - own.end;
+      turns = item.tiles.end - item.tiles.begin - max(own.end - own.begin, 1);
       if (Plan::joined && others >= Plan::slots) finish();
       let_pass(others);
     }
