@@ -57,9 +57,9 @@ __device__ inline void begin_at_multiples(const BlockBegins& begins, int batch, 
   for (int i = threadIdx.x; i <= begins.most; i += blockDim.x) begins.of(batch)[i] = min(i * begins.size, count);
 }
 
-// If they are no more than `most`, each piece of a segment has blocks of its own, which begin where it does. Else
-// blocks begin at multiples of their size. A block of threads for each sequence, and a row of them for each of two
-// divisions. It also clears a counter, if there is one.
+// If they are no more than `most`, and there are few enough pieces to be held here, each piece of a segment has blocks
+// of its own, which begin where it does. Else blocks begin at multiples of their size. A block of threads for each
+// sequence, and a row of them for each of two divisions. It also clears a counter, if there is one.
 template <int threads>
 __global__ void __launch_bounds__(threads, 1)
     find_blocks(const Segments first, const BlockBegins of_first, const Segments second, const BlockBegins of_second,

@@ -11,7 +11,7 @@ namespace jaxsoft::cuda {
 // that err least, relative to tanh(u), for |u| up to a limit. It rises with the product everywhere.
 template <int degree>
 struct CapPolynomial {
-  float largest_square = 0, largest = 0;  // of products that it is for, and of what becomes of them
+  float largest_square = -1, largest = 0;  // of products that it is for, if any, and of what becomes of them
   float terms[degree + 1] = {};
   CapPolynomial() = default;
   CapPolynomial(const double (&of_tanh)[degree + 1], double limit, double unit, double ratio) {

@@ -139,7 +139,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
     // Puts a cap and limits on the scores of a tile, which are complete.
     bool near_cap = false;
     auto limit_tile = [&] {
-      near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile));
+      near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile), all);
     };
     // Whether they stay as they are.
     auto is_free = [&] { return kind == ScoreKind::plain || (kind != ScoreKind::capped && unmasked.has(tile)); };
@@ -151,6 +151,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       // its way.
       float slopes[count];
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
+      // No branch is in the way of most tiles.
       if (near_cap) {
         weigh_near_cap<T>(scores, weights, numbers, call.soft_cap);
         multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);

@@ -151,6 +151,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, size, 
   SlotPlace<Plan::cotangent_slots> cotangent;
   SlotPlace<Plan::weight_slots> weights_at;
   SlotPlace<Plan::slope_slots> slopes_at;
+  const NamedBarrier all{1, kWarpGroup};
   unsigned key_parity = 0;
   for_pieces<true>(shared, [&](const auto& work) {
     const int first_key = work.first_key() + rank * Pair::keys, steps = work.steps(call);
@@ -170,7 +171,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, size, 
       uint32_t rounded[count / 8][4];
       wait_for_products<0>(scores, key);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile));
+      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile), all);
       if (++tile == work.tiles.end) tile = work.tiles.begin;
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
       // Exponentials run beside these products, as they stand between their instructions (see multiply.cuh).
@@ -212,6 +213,7 @@ __device__ void multiply_scores_and_slopes(const BackwardCall& call, BackwardPai
   SlotPlace<Plan::cotangent_slots> cotangent;
   SlotPlace<Plan::weight_slots> weights_at;
   SlotPlace<Plan::slope_slots> slopes_at;
+  const NamedBarrier all{1, kWarpGroup};
   unsigned key_parity = 0;
   for_pieces<true>(shared, [&](const auto& work) {
     const int first_key = work.first_key() + rank * Pair::keys, steps = work.steps(call);
@@ -235,7 +237,7 @@ __device__ void multiply_scores_and_slopes(const BackwardCall& call, BackwardPai
       wait_for_products<1>(scores);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
       if constexpr (last) of_queries.wait_for_own();
-      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile));
+      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile), all);
       if (++tile == work.tiles.end) tile = work.tiles.begin;
       // Exponentials run beside these products, and slopes beside those below, as they stand between their instructions
       // (see multiply.cuh).

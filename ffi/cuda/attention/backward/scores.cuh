@@ -59,12 +59,12 @@ __device__ void cap_scores(float (&scores)[count], const CapPolynomial<degree>& 
   for (float& score : scores) score *= polynomial.factor(score * score, polynomial.terms[degree]);
 }
 
-// If there is a cap, makes scores over the cap of the products of 64 keys and a tile of queries; where any of the
-// warp's is near the cap, they stay products. Excludes those that are masked, if any `is_masked`. Returns whether they
-// have stayed products.
+// If there is a cap, makes scores over the cap of the products of 64 keys and a tile of queries; where any of the warp
+// group's is near the cap, they stay products. Excludes those that are masked, if any `is_masked`. Returns whether they
+// have stayed products: a warp group goes one way, as its products need. `all` is a barrier for it.
 template <ScoreKind kind, int count, class Work>
 __device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, const Work& work, int tile,
-                             int first_key, bool is_masked) {
+                             int first_key, bool is_masked, const NamedBarrier& all) {
   bool near_cap = false;
   if constexpr (kind == ScoreKind::capped) {
     const SoftCap& cap = call.soft_cap;
@@ -73,7 +73,7 @@ __device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, c
     for (int i = 0; i < count; i++) tops[i % 4] = fmaxf(tops[i % 4], fabsf(scores[i]));
     const float top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
     const float square = top * top;
-    near_cap = __any_sync(0xffffffffu, !(square <= cap.below.largest_square));
+    near_cap = all.any(!(square <= fmaxf(cap.below.largest_square, cap.far_below.largest_square)));
     if (near_cap) {
       // An infinite product has the score -cap, but one that is -inf below is masked.
 #pragma unroll
@@ -89,8 +89,9 @@ __device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, c
       const int key = first_key + row_of_thread(), query = work.query(tile) + column_of_thread();
       exclude(scores, {work.limits, key, query});
       // Of tiles that have no other segments, limits say all.
-      if (work.has_segments(call) && !work.of_segment.of_one)
-        exclude_segments(scores, call, work.segment, work.batch, key, query);
+      if constexpr (may_have_segments<kind>)
+        if (call.segments && !work.segments.tiles.of_one)
+          exclude_segments(scores, call, work.segments.range, work.batch, key, query);
     }
   }
   return near_cap;

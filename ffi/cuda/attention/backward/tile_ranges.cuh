@@ -76,9 +76,13 @@ __global__ void __launch_bounds__(threads, 1) find_tile_ranges(const __grid_cons
     for (int i = threadIdx.x; i < blocks; i += threads) {
       const ElementRange own = segments[i].first;
       const QueryTiles found = tiles[i].tiles;
-      if (!tiles[i].of_one) tiles[i].tiles = {0, 0};
-      else if (found.begin * queries + tiles[i].first_query != own.begin || found.length() != tiles_of(own))
+      if (!tiles[i].of_one) {
+        // Blocks without queries may lie between segments, but not between the pieces of one.
+        if (found.length() > 0) by_pieces = false;
+        tiles[i].tiles = {0, 0};
+      } else if (found.begin * queries + tiles[i].first_query != own.begin || found.length() != tiles_of(own)) {
         by_pieces = false;
+      }
     }
   }
   __syncthreads();

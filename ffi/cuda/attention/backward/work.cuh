@@ -180,6 +180,13 @@ struct BackwardPlace {
   }
 };
 
+// What segments leave to a block of keys.
+struct KeysOfSegments {
+  SegmentRange range;
+  BlockTiles tiles;
+};
+struct NoSegments {};
+
 // A piece of work, which the thread that takes it describes, and the others read in shared memory. `may_be_segmented`
 // says whether the call may have segments.
 template <int head_size, bool may_be_segmented>
@@ -192,8 +199,8 @@ struct BackwardWork {
   int last_tile;     // of all, if they are counted from there, as `tiles` are in a reversed turn; else 0
   AttentionLimits limits;
   QueryTiles tiles, tiles_before;  // the latter those of `before_block`
-  SegmentRange segment;            // of the block, if the call has segments: else only its keys are known
-  BlockTiles of_segment;           // likewise, else 0
+  // If the call has segments: else only the block's keys are known, and the rest is 0.
+  std::conditional_t<may_be_segmented, KeysOfSegments, NoSegments> segments;
 
   __device__ void set(const BackwardCall& call, unsigned piece) {
     there = piece < call.pieces;
@@ -211,16 +218,22 @@ struct BackwardWork {
     last_tile = place.reversed ? call.query_tiles - 1 : 0;
     if (place.reversed) tiles = tiles.from_last(last_tile), tiles_before = tiles_before.from_last(last_tile);
     if constexpr (may_be_segmented) {
-      segment.own = {block * Plan::keys, call.keys}, of_segment = {};
+      segments = {}, segments.range.own = {block * Plan::keys, call.keys};
       if (!any_segments) return;
       const int of_batch = batch * call.key_blocks + block;
-      segment = call.segments[of_batch], of_segment = call.tiles[of_batch];
-      limits.keys = min(limits.keys, segment.own.end);
+      segments = {call.segments[of_batch], call.tiles[of_batch]};
+      limits.keys = min(limits.keys, segments.range.own.end);
     }
   }
   // The block's keys are from the first up to this end, if that is not past a full block's.
-  __device__ int first_key() const { return may_be_segmented ? segment.own.begin : block * Plan::keys; }
-  __device__ int end_key(const BackwardCall& call) const { return may_be_segmented ? segment.own.end : call.keys; }
+  __device__ int first_key() const {
+    if constexpr (may_be_segmented) return segments.range.own.begin;
+    else return block * Plan::keys;
+  }
+  __device__ int end_key(const BackwardCall& call) const {
+    if constexpr (may_be_segmented) return segments.range.own.end;
+    else return call.keys;
+  }
   // Whether fewer than 64 keys from this one on are the block's, and others come after them.
   __device__ bool are_fewer(const BackwardCall& call, int key) const {
     return may_be_segmented && end_key(call) < min(key + 64, call.keys);
@@ -261,17 +274,23 @@ struct BackwardWork {
     return {(first - from) / Plan::queries, (last - from + Plan::queries - 1) / Plan::queries};
   }
   // Where tile 0 begins, as BlockTiles has it.
-  __device__ int first_query() const { return may_be_segmented ? of_segment.first_query : 0; }
+  __device__ int first_query() const {
+    if constexpr (may_be_segmented) return segments.tiles.first_query;
+    else return 0;
+  }
   // The tiles of which no score with the keys [key, key + 64) is masked, but for those of queries past the end. They
   // are counted as `tiles` are.
   __device__ QueryTiles unmasked(const BackwardCall& call, int key) const {
     ElementRange queries = limits.queries_of_all(key, key + 64);
-    if (has_segments(call)) {
-      const ElementRange inner = segment.inner();
-      queries = {max(queries.begin, inner.begin), min(queries.end, inner.end)};
+    bool to_end = false;
+    if constexpr (may_be_segmented) {
+      if (call.segments) {
+        const ElementRange inner = segments.range.inner();
+        queries = {max(queries.begin, inner.begin), min(queries.end, inner.end)};
+        // Of queries past the end of a segment, weights are 0, if tiles have no other's.
+        to_end = segments.tiles.of_one && queries.end == segments.range.first.end;
+      }
     }
-    // Of queries past the end of a segment, weights are 0, if tiles have no other's.
-    const bool to_end = may_be_segmented && of_segment.of_one && queries.end == segment.first.end;
     const int begin = queries.begin - first_query(), end = queries.end - first_query();
     const QueryTiles found{(begin + Plan::queries - 1) / Plan::queries,
                            (end + (to_end ? Plan::queries - 1 : 0)) / Plan::queries};

@@ -97,7 +97,6 @@ struct ForwardTiles {
   typename Scores::Tile tile;             // products, then scores, then weights
   typename Scores::Weights weights = {};  // of the tile before, rounded
   float factors[2];                       // by which the rows of the output are to be multiplied
-  int polynomials = 0;  // how many of those for the cap have been wrong for scores of the warp's, lately
 
   __device__ void wait_for_keys(unsigned step) const {
     const RingSlot<Plan> at(step);
@@ -224,8 +223,8 @@ struct ForwardTiles {
       number--, step++;
     };
     const int inner_begin = kind == ScoreKind::plain ? begin : max(begin, tiles.inner_begin);
-    bool again = false;  // whether the weights of a tile are wrong, have overflowed, or are too inexact
-    polynomials = max(polynomials - 1, 0);
+    bool again = false;   // whether the weights of a tile are wrong, have overflowed, or are too inexact
+    int polynomials = 0;  // how many of those for the cap have been wrong for scores of the warp's
     while (number >= begin) {
       while (number >= begin && (again || (kind != ScoreKind::plain && tiles.masked(number)))) {
         if (again) multiply_again(step + 1);
