@@ -37,6 +37,15 @@ struct NamedBarrier {
   int id, threads;
   __device__ void wait() const { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
   __device__ void arrive() const { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+  // Waits, and returns whether it is `so` for any of the threads.
+  __device__ bool any(bool so) const {
+    unsigned found;
+    asm volatile(
+        "{\n\t.reg .pred own, all;\n\tsetp.ne.u32 own, %1, 0;\n\tbar.red.or.pred all, %2, %3, own;\n\t"
+        "selp.u32 %0, 1, 0, all;\n\t}"
+        : "=r"(found) : "r"(unsigned(so)), "r"(id), "r"(threads) : "memory");
+    return found;
+  }
 };
 
 // What a kernel that is only asked for its attributes says of the code that runs here: with products of warp groups it

@@ -22,9 +22,9 @@ SIZES = Sizes(b=2, t=200, s=331, n=4, k=2, h=64, d=64)
 ALLOWED = {jnp.bfloat16: 8e-3, jnp.float16: 1.5e-3}
 
 
-def check(options, sizes=SIZES, dtype=jnp.bfloat16):
+def check(options, sizes=SIZES, dtype=jnp.bfloat16, **more):
     """The output, the log-sum-exp and the gradients by query, key and value."""
-    call = case(options, sizes, dtype, "ffi")
+    call = case(options, sizes, dtype, "ffi", more=more)
     base, rest = call.operands[:3], call.operands[3:]
     cotangent = np.random.default_rng(1).standard_normal((sizes.b, sizes.t, sizes.n, sizes.d)).astype(dtype)
 
@@ -155,8 +155,37 @@ def test_segments(options, size):
     check(options, SIZES._replace(h=size, d=size))
 
 
-# Numbers of segments of 700 positions: the kernels go over what may count for blocks of 64 to 192 of them.
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+@pytest.mark.parametrize("cap", [0.3, 4.0, 12.0, 50.0, 1000.0])
+@pytest.mark.parametrize("causal", [(), ("causal",)], ids=["all", "causal"])
+def test_soft_caps(causal, cap, size):
+    """That all scores are near, for which two polynomials or one are exact enough, and that all are far below."""
+    check(causal, SIZES._replace(t=400, s=500, h=size, d=size), logits_soft_cap=cap)
+
+
+def test_soft_caps_of_many_heads():
+    """More work than multiprocessors take at once, of which some is near the cap and some is not: the same bits, in
+    whichever order it comes to them.
+    """
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((4, 1024, 16, 128)).astype(jnp.bfloat16) for _ in range(3))
+    query = (query * rng.choice([0.2, 1, 4, 16], (4, 1, 16, 1))).astype(jnp.bfloat16)
+
+    def attend(*v):
+        given = {"is_causal": True, "logits_soft_cap": 20.0, "implementation": "ffi", "return_residual": True}
+        return jaxsoft.dot_product_attention(*v, **given)
+
+    run = jax.jit(attend)
+    first = run(query, key, value)
+    for _ in range(20):
+        assert same_bits(run(query, key, value), first)
+
+
+# Numbers of segments of 700 positions: the kernels go over what may count for blocks of 64 to 192 of them. Each of few
+# documents has blocks of its own.
 LAYOUTS = {
+    "few documents": np.repeat([3, 9], [300, 400]),
+    "few documents and padding": np.repeat([1, 2, 0], [256, 385, 59]),
     "documents": np.repeat([3, 4, 7, 9], [250, 6, 300, 144]),
     "documents and padding": np.repeat([1, 2, 3, 0], [130, 300, 128, 142]),
     "short documents": np.repeat(np.arange(100), 7),
@@ -167,12 +196,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    "limits", [{}, {"is_causal": True}, {"local_window_size": (90, 30)}], ids=["all", "causal", "window"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_segments(layout, causal, size):
+def test_layouts_of_segments(layout, limits, size):
     """Output and gradients, by bits of the same call and against the definition, where queries and keys have the same
-    segments, and where they have not: then some have none to attend to.
+    segments, and where they have not: then some have none to attend to. Also gradients that are added in any order.
     """
     numbers = LAYOUTS[layout].astype(np.int32)
     pair = np.stack([numbers, np.roll(numbers, 77)])
@@ -180,21 +211,59 @@ def test_layouts_of_segments(layout, causal, size):
     query, cotangent = (rng.standard_normal((2, 700, 4, size)).astype(jnp.bfloat16) for _ in range(2))
     key, value = (rng.standard_normal((2, 700, 2, size)).astype(jnp.bfloat16) for _ in range(2))
 
-    def results(implementation, keys, cotangent, *operands):
+    def results(implementation, keys, deterministic, cotangent, *operands):
         def attend(*v):
-            given = {"query_segment_ids": pair, "key_value_segment_ids": keys, "is_causal": causal}
+            given = {"query_segment_ids": pair, "key_value_segment_ids": keys, "deterministic": deterministic} | limits
             return jaxsoft.dot_product_attention(*v, **given, implementation=implementation)
 
         output, pullback = jax.vjp(attend, *operands)
         return output, *pullback(cotangent.astype(output.dtype))
 
     for keys in (pair, np.roll(pair[::-1], 40, axis=1)):
-        run = jax.jit(functools.partial(results, "ffi", keys))
+        run = jax.jit(functools.partial(results, "ffi", keys, True))
         actual = run(cotangent, query, key, value)
-        expected = in_float64(functools.partial(results, "xla", keys), cotangent, query, key, value)
-        for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=True):
-            error = np.linalg.norm(wide(a) - wide(e)) / np.linalg.norm(wide(e))
-            assert error <= ALLOWED[jnp.bfloat16], (name, error)
+        in_any_order = jax.jit(functools.partial(results, "ffi", keys, False))(cotangent, query, key, value)
+        expected = in_float64(functools.partial(results, "xla", keys, True), cotangent, query, key, value)
+        for found in (actual, in_any_order):
+            for name, a, e in zip(("output", "query", "key", "value"), found, expected, strict=True):
+                error = np.linalg.norm(wide(a) - wide(e)) / np.linalg.norm(wide(e))
+                assert error <= ALLOWED[jnp.bfloat16], (name, error)
+        assert same_bits(run(cotangent, query, key, value), actual)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        (np.ones(384), np.repeat([1, 2, 1], 128)),
+        (np.ones(1024), np.repeat([1, -1, 1], [400, 100, 524])),
+        (np.repeat([1, 2], [384, 640]), np.repeat([1, 9, 2], [384, 128, 512])),
+    ],
+    ids=["blocks", "ten blocks", "between documents"],
+)
+def test_keys_that_nobody_attends_to(queries, keys, size):
+    """Between the keys of one segment, or between those of two."""
+    queries, keys = (np.stack([ids, ids]).astype(np.int32) for ids in (queries, keys))
+    t, s = queries.shape[1], keys.shape[1]
+    rng = np.random.default_rng(1)
+    query, cotangent = (rng.standard_normal((2, t, 4, size)).astype(jnp.bfloat16) for _ in range(2))
+    key, value = (rng.standard_normal((2, s, 2, size)).astype(jnp.bfloat16) for _ in range(2))
+
+    def results(implementation, cotangent, *operands):
+        def attend(*v):
+            given = {"query_segment_ids": queries, "key_value_segment_ids": keys}
+            return jaxsoft.dot_product_attention(*v, **given, implementation=implementation)
+
+        output, pullback = jax.vjp(attend, *operands)
+        return output, *pullback(cotangent.astype(output.dtype))
+
+    run = jax.jit(functools.partial(results, "ffi"))
+    actual = run(cotangent, query, key, value)
+    expected = in_float64(functools.partial(results, "xla"), cotangent, query, key, value)
+    for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=True):
+        error = np.linalg.norm(wide(a) - wide(e)) / np.linalg.norm(wide(e))
+        assert error <= ALLOWED[jnp.bfloat16], (name, error)
+    for _ in range(5):
         assert same_bits(run(cotangent, query, key, value), actual)
 
 

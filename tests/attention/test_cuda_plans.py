@@ -118,31 +118,45 @@ def test_workspaces_of_few_queries(name, processors):
         assert call.workspace(processors) == decode_workspace(call, processors), call
 
 
-def test_workspaces_of_gradients():
-    """Sums in f32, two numbers a query, how far each block of keys is, counters, and what segments leave. Where heads
-    share keys, also sums of the gradients by keys and values, and how many heads each has.
+def most(count, size):
+    """Of blocks of up to `size`, where segments may have blocks of their own."""
+    return parts(count, size) + parts(count, size) // 4
+
+
+def gradient_sums(call, blocks, tiles):
+    """The bytes of sums in f32, two numbers a query, how far each block of keys is, and counters. Where heads share
+    keys, also of sums of the gradients by keys and values, and how many heads each has.
     """
+    padded = columns(call.size, call.value_size)
+    heads, pair = call.batch * call.heads, 2 if padded > 128 else 1
+    shared = call.batch * call.key_heads * blocks if call.heads > call.key_heads else 0
+    counts = multiple(24 + 8 * heads + 8 * heads * blocks * pair + 8 * shared * pair, 256)
+    return counts + heads * tiles * of_tile(call) * (4 * padded + 8) + 8 * shared * 128 * padded
+
+
+def of_tile(call):
+    """The queries of a tile of the gradients."""
+    return 96 if columns(call.size, call.value_size) == 64 else 64
+
+
+def test_workspaces_of_gradients():
     for call in random_sizes("attention_backward", (None, 8, 128, 136)):
-        padded = columns(call.size, call.value_size)
-        heads, queries = call.batch * call.heads, multiple(call.queries, 96 if padded == 64 else 64)
-        blocks, pair = parts(call.keys, 128), 2 if padded > 128 else 1
-        shared = call.batch * call.key_heads * blocks if call.heads > call.key_heads else 0
-        counts = multiple(16 + 8 * heads + 8 * heads * blocks * pair + 8 * shared * pair, 256)
-        expected = counts + heads * queries * (4 * padded + 8) + 8 * shared * 128 * padded
+        expected = gradient_sums(call, parts(call.keys, 128), parts(call.queries, of_tile(call)))
         assert call.workspace(132) == call.workspace(78) == expected, call
-        tiles = queries // (96 if padded == 64 else 64)
-        expected += call.batch * (40 * blocks + tiles)
+        blocks, tiles = most(call.keys, 128), most(call.queries, of_tile(call))
+        of_segments = call.batch * ((40 + 16 + 4) * blocks + 4 * (blocks + 2 + tiles + 2) + tiles)
         segmented = dataclasses.replace(call, extras="query_segments,key_segments")
-        assert segmented.workspace(132) == expected, call
+        assert segmented.workspace(132) == gradient_sums(call, blocks, tiles) + of_segments, call
 
 
 def test_workspaces_of_many_queries():
     """A counter, and what keys segments leave to each block of queries."""
     for call in random_sizes("attention_forward", (None, 8, 72)):
         assert call.workspace(132) == 16
-        blocks = parts(call.queries, 192 if max(call.size, call.value_size or 0) <= 64 else 128)
+        blocks = most(call.queries, 192 if max(call.size, call.value_size or 0) <= 64 else 128)
         segmented = dataclasses.replace(call, extras="query_segments,key_segments")
-        assert segmented.workspace(132) == 16 + 32 * call.batch * blocks, call
+        expected = 16 + multiple(4 * call.batch * (blocks + 2), 8) + 40 * call.batch * blocks
+        assert segmented.workspace(132) == expected, call
 
 
 def test_plans_in_words():

@@ -54,7 +54,7 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   call.size = given.size, call.value_size = given.value_size;
   call.deterministic = gradients.deterministic;
   call.scale = given.scale, call.scale2 = given.scale * float(kLog2E);
-  if (given.cap > 0) call.soft_cap = SoftCap(given.cap, given.scale);
+  if (given.cap > 0) call.soft_cap = SoftCap(given.cap, given.scale, 1);
   call.limits = given.limits;
   call.query_gradient = gradients.query, call.key_gradient = gradients.key, call.value_gradient = gradients.value;
   const int64_t of_query = int64_t(given.batch) * given.queries * given.heads * given.size;

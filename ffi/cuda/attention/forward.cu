@@ -23,7 +23,7 @@ __global__ void clear_maxima(float* maxima, int count) {
 cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefore& before,
                                   const AttentionResults& results, cudaStream_t stream) {
   if (auto e = need_warp_groups()) return e;
-  if (call.workspace_bytes < ForwardSpace(0, 0).bytes()) return cudaErrorInvalidValue;
+  if (call.workspace_bytes < ForwardSpace::counter) return cudaErrorInvalidValue;
   if (results.max_logits) {
     constexpr int threads = 256;
     const int count = call.batch * call.heads;

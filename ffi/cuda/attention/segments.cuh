@@ -4,18 +4,22 @@
 // documents that are packed one after the other, nothing else is visited.
 #pragma once
 
-#include "limits.cuh"
+#include "../attributes.cuh"
+#include "blocks.cuh"
 
 namespace jaxsoft::cuda {
 
 // What counts for a block of elements.
 struct SegmentRange {
+  ElementRange own;  // the block's elements
   ElementRange all;  // holds all whose segments the block has, and perhaps others
   // If the block has no more than two segments, one after the other, and what is in either segment is one piece: these
   // pieces, of the block's elements before `split` and of those from there on. Else `known` is false.
   bool known;
   int split;
   ElementRange first, second;
+  // Whether the block has one segment, in one piece.
+  __device__ bool of_one() const { return known && split >= own.end; }
   // Those that count for each element of the block, as far as that is known.
   __device__ ElementRange inner() const {
     if (!known) return {0, 0};
@@ -24,15 +28,7 @@ struct SegmentRange {
   __device__ ElementRange of(int element) const { return element < split ? first : second; }
 };
 
-static_assert(sizeof(SegmentRange) == 32);  // as the workspaces are divided
-
-// Numbers of segments by the element of the batch and position: row b begins at data + b * step.
-struct Segments {
-  const int32_t* data = nullptr;  // null if there are none
-  int64_t step = 0;
-  int count = 0;
-  __device__ int number(int batch, int position) const { return data[batch * step + min(position, count - 1)]; }
-};
+static_assert(sizeof(SegmentRange) == 40);  // as the workspaces are divided
 
 // Some numbers, as bits of their remainders: others may seem to be among them.
 class SomeNumbers {
@@ -74,11 +70,23 @@ class Found {
 // A block of threads for each block of elements. They are many, as each goes over all others.
 template <int threads>
 __global__ void __launch_bounds__(threads)
-    find_segment_ranges(const Segments own, const Segments others, int blocks, int size, SegmentRange* ranges) {
-  const int64_t batch = blockIdx.x / blocks;
+    find_segment_ranges(const Segments own, const Segments others, const BlockBegins blocks, SegmentRange* ranges,
+                        int* most_found) {
+  let_next_kernel_start();
+  wait_for_last_kernel();  // which finds the blocks
+  if (most_found && blockIdx.x == 0 && threadIdx.x < 32) {
+    int most = 0;
+    for (unsigned i = threadIdx.x; i < gridDim.x / blocks.most; i += 32) most = max(most, blocks.count(i));
+    *most_found = __reduce_max_sync(0xffffffffu, most);
+  }
+  const int64_t batch = blockIdx.x / blocks.most;
+  const auto [begin, end] = blocks.block(batch, blockIdx.x % blocks.most);
+  if (begin == end) {
+    if (threadIdx.x == 0) ranges[blockIdx.x] = {{begin, end}, {0, 0}, true, end, {0, 0}, {0, 0}};
+    return;
+  }
   const int32_t* const numbers = own.data + batch * own.step;
   const int32_t* const other_numbers = others.data + batch * others.step;
-  const int begin = blockIdx.x % blocks * size, end = min(begin + size, own.count);
   const int first_number = numbers[begin], last_number = numbers[end - 1];
   __shared__ SomeNumbers some;
   __shared__ Found all, of_first, of_last;
@@ -106,15 +114,23 @@ __global__ void __launch_bounds__(threads)
   __syncthreads();
   if (threadIdx.x != 0) return;
   const bool known = !more && of_first.in_one_piece() && of_last.in_one_piece();
-  ranges[blockIdx.x] = {all.range(), known, split, of_first.range(), of_last.range()};
+  const ElementRange first_range = of_first.range(), last_range = of_last.range();
+  // Where few are known to count, none of those that seemed to do does.
+  const bool of_one = known && split == end;
+  ranges[blockIdx.x] = {{begin, end}, of_one ? first_range : all.range(), known, split, first_range, last_range};
 }
 
-// Finds the ranges of `others` for `blocks` of `size` elements of `own`: (B, blocks).
-inline cudaError_t launch_segment_ranges(const Segments& own, const Segments& others, int batch, int blocks, int size,
-                                         SegmentRange* ranges, cudaStream_t stream) {
+// Finds the ranges of `others` for blocks of `own`: (B, most blocks); and if it is wanted, how many blocks that are not
+// empty a sequence has at most. The launch before is that of find_blocks.
+inline cudaError_t launch_segment_ranges(const Segments& own, const Segments& others, int batch,
+                                         const BlockBegins& blocks, SegmentRange* ranges, int* most_found,
+                                         cudaStream_t stream) {
   constexpr int threads = 1024;
-  find_segment_ranges<threads><<<blocks * batch, threads, 0, stream>>>(own, others, blocks, size, ranges);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute = overlapping();
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks.most * batch, config.blockDim = threads, config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, find_segment_ranges<threads>, own, others, blocks, ranges, most_found);
 }
 
 }  // namespace jaxsoft::cuda

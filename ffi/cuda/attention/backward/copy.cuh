@@ -49,20 +49,20 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size, se
         if (first) {
           shared.key_empty.wait(key_parity ^ 1);
           shared.key_full.arrive_expecting(key_bytes);
-          copy_tile<size, Plan::keys>(shared.key, call.key, work.key_head, work.block * Plan::keys, work.batch,
+          copy_tile<size, Plan::keys>(shared.key, call.key, work.key_head, work.first_key(), work.batch,
                                       shared.key_full);
         }
         shared.query_empty[query.slot].wait(query.parity ^ 1);
         Barrier& full = shared.query_full[query.slot];
         full.arrive_expecting(tile_bytes + number_bytes);
-        copy_tile<size, Plan::queries>(shared.query[query.slot], call.query, head, tile * Plan::queries, work.batch,
+        copy_tile<size, Plan::queries>(shared.query[query.slot], call.query, head, work.query(number), work.batch,
                                        full);
         copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * Plan::queries), number_bytes, full);
         query.advance();
         if (first) {
           shared.value_empty.wait(key_parity ^ 1);
           shared.value_full.arrive_expecting(key_bytes);
-          copy_tile<size, Plan::keys>(shared.value, call.value, work.key_head, work.block * Plan::keys, work.batch,
+          copy_tile<size, Plan::keys>(shared.value, call.value, work.key_head, work.first_key(), work.batch,
                                       shared.value_full);
           key_parity ^= 1;
           first = false;
@@ -70,7 +70,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size, se
         shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
         Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
         cotangent_full.arrive_expecting(tile_bytes);
-        copy_tile<size, Plan::queries>(shared.cotangent[cotangent.slot], call.cotangent, head, tile * Plan::queries,
+        copy_tile<size, Plan::queries>(shared.cotangent[cotangent.slot], call.cotangent, head, work.query(number),
                                        work.batch, cotangent_full);
         cotangent.advance();
       }
@@ -187,9 +187,9 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size, segme
     }
     wait_for_stores();
     count_as_added(call, work, 1);
-    if (staged && work.last_of_group(call)) {
+    const int first_key = work.first_key() + group * 64;
+    if (staged && work.last_of_group(call) && !work.are_fewer(call, first_key)) {
       shared.sum_full[group].wait(parity);
-      const int first_key = work.block * Plan::keys + group * 64;
 #pragma unroll
       for (int box = 0; box < Shared::boxes; box++) {
         const BoxPlace to{box * 64, work.key_head, first_key, work.batch};

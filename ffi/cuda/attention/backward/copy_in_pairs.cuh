@@ -43,7 +43,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, size, segm
       release();
       continue;
     }
-    const int own = work.block * Plan::keys + rank * keys, other = work.block * Plan::keys + other_block(rank) * keys;
+    const int own = work.first_key() + rank * keys, other = work.first_key() + other_block(rank) * keys;
 #pragma unroll
     for (int column = 0; column < size; column += 64) {
       prefetch_box(call.key, {column, work.key_head, own, work.batch});
@@ -58,7 +58,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, size, segm
         shared.query_empty[query.slot].wait(query.parity ^ 1);
         Barrier& full = shared.query_full[query.slot];
         full.arrive_expecting(query_bytes + number_bytes);
-        copy_tile<size, queries>(shared.query[query.slot], call.query, head, tile * queries, work.batch, full);
+        copy_tile<size, queries>(shared.query[query.slot], call.query, head, work.query(number), work.batch, full);
         copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * queries), number_bytes, full);
         query.advance();
         if (first) {
@@ -69,7 +69,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T, size, segm
         shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
         Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
         cotangent_full.arrive_expecting(cotangent_bytes);
-        copy_tile<value_size, queries>(shared.cotangent[cotangent.slot], call.cotangent, head, tile * queries,
+        copy_tile<value_size, queries>(shared.cotangent[cotangent.slot], call.cotangent, head, work.query(number),
                                        work.batch, cotangent_full);
         cotangent.advance();
         // Keys come last, as what takes the longest is to multiply the last slopes with the keys before.
@@ -96,21 +96,21 @@ __device__ void send_slopes(const BackwardCall& call, BackwardPair<T, size, segm
   using Pair = BackwardPair<T, size, segmented>;
   using Plan = typename Pair::Plan;
   SlotPlace<Plan::slope_slots> slopes;
-  SlotPlace<Pair::other_slots> other;
-  unsigned sent = 0;
+  unsigned parity = 0;
+  bool any = false;  // whether slopes have been sent
   for_pieces<false>(shared, [&](const auto& work) {
     for (int step = work.steps(call); step > 0; step--) {
       shared.slopes_full[slopes.slot].wait(slopes.parity);
-      // The other block no longer needs the slopes that it got there before. So they have been read here as well: those
-      // in the slot that is next.
-      shared.other_slopes_empty[other.slot].wait(other.parity ^ 1);
-      if (sent++ >= Pair::other_slots) shared.slopes_empty[(slopes.slot + 1) % Plan::slope_slots].arrive();
-      Barrier& full = shared.other_slopes_full[other.slot];
-      full.wait(other.parity ^ 1);  // what this block got there before
-      full.arrive_expecting(sizeof shared.other_slopes[0]);
-      copy_to_block(shared.other_slopes[other.slot], shared.slopes[slopes.slot], sizeof shared.other_slopes[0], full,
-                    other_block(rank));
-      slopes.advance(), other.advance();
+      // The other block no longer needs the slopes that it got before. So they have been read here as well: those in
+      // the slot that is next.
+      shared.other_slopes_empty.wait(parity ^ 1);
+      if (any) shared.slopes_empty[slopes.slot ^ 1].arrive();
+      any = true;
+      shared.other_slopes_full.wait(parity ^ 1);  // what this block got before
+      shared.other_slopes_full.arrive_expecting(sizeof shared.other_slopes);
+      copy_to_block(shared.other_slopes, shared.slopes[slopes.slot], sizeof shared.other_slopes,
+                    shared.other_slopes_full, other_block(rank));
+      slopes.advance(), parity ^= 1;
     }
   });
 }

@@ -176,13 +176,20 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   if (auto e = cudaMemsetAsync(given.workspace, 0, space.counts + now, stream)) return e;
   if (!given.query_segments) return cudaSuccess;
   call.segments = reinterpret_cast<SegmentRange*>(take(space.segments));
-  call.tiles = reinterpret_cast<QueryTiles*>(take(space.tiles));
+  call.tiles = reinterpret_cast<BlockTiles*>(take(space.tiles));
+  call.order = reinterpret_cast<int*>(take(space.order));
+  call.key_begins = {reinterpret_cast<int*>(take(space.key_begins)), Plan::keys, call.key_blocks};
+  call.query_begins = {reinterpret_cast<int*>(take(space.query_begins)), Plan::queries, call.query_tiles};
   call.tile_is_met = take(space.tile_is_met);
-  call.turns_together_of_segments = reinterpret_cast<int*>(call.counter + 1);
-  if (auto e = launch_segment_ranges(call.key_segments, call.query_segments, given.batch, call.key_blocks, Plan::keys,
-                                     call.segments, stream))
+  call.turns_together_of_parts = reinterpret_cast<int*>(call.counter + 1);
+  if (auto e = launch_find_blocks(given.batch, call.key_segments, call.key_begins, call.query_segments,
+                                  call.query_begins, nullptr, stream))
     return e;
-  find_tile_ranges<size><<<given.batch, 256, 0, stream>>>(call);
+  if (auto e = launch_segment_ranges(call.key_segments, call.query_segments, given.batch, call.key_begins,
+                                     call.segments, nullptr, stream))
+    return e;
+  constexpr int threads = 1024;
+  find_tile_ranges<size, threads><<<given.batch, threads, 0, stream>>>(call);
   return cudaGetLastError();
 }
 

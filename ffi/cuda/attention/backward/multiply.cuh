@@ -15,6 +15,13 @@ __device__ inline void store_turned(uint32_t address, const uint32_t (&words)[4]
                : "memory");
 }
 
+// Where a thread does so in a tile of queries and keys, in bytes, if its warp has 16 of these keys and the first 16
+// queries: a row has 128 bytes.
+__device__ inline uint32_t turned_place() {
+  const int warp = threadIdx.x % kWarpGroup / 32, lane = threadIdx.x % 32;
+  return (lane / 16 * 8 + lane % 8) * 128 + ((warp * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
+}
+
 // Stores numbers of each thread of a warp group, in an order of their own.
 template <int count>
 __device__ void store_of_thread(float* to, const float (&numbers)[count]) {
@@ -58,7 +65,7 @@ __device__ void write_gradient(void* gradient, int size, bool adds, const Backwa
           got[i] = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
         }
         const int first = from + column + (odd ? 8 : 0) + threadIdx.x % 4 / 2 * 4;
-        if (row >= call.keys || first >= size) continue;
+        if (row >= work.end_key(call) || first >= size) continue;
         const float four[4] = {odd ? got[0] : own[0], odd ? got[1] : own[1],
                                odd ? own[0] : got[0], odd ? own[1] : got[1]};
         float* const to = begin + int64_t(row) * call.key_heads * size + first;
@@ -76,7 +83,7 @@ __device__ void write_gradient(void* gradient, int size, bool adds, const Backwa
         }
         turn_in_four(words);
         const int first = from + column + threadIdx.x % 4 * 8;
-        if (row < call.keys && first < size)
+        if (row < work.end_key(call) && first < size)
           *reinterpret_cast<uint4*>(begin + int64_t(row) * call.key_heads * size + first) =
               make_uint4(words[0], words[1], words[2], words[3]);
       }
@@ -92,22 +99,19 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
   constexpr int sum_queries = Shared::sum_queries;
   static_assert(Shared::boxes <= BackwardCode::groups);
   constexpr int box_row = 128;
-  const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
   const NamedBarrier all{1 + group, kWarpGroup};  // of the warp group
 
   const auto keys = summed_along_rows(shared.key) + group * (64 * box_row);
   const auto values = summed_along_rows(shared.value) + group * (64 * box_row);
   const auto keys_turned =
       summed_over_rows(shared.key, Plan::keys) + (Shared::boxes > 1 ? group * Plan::keys * box_row : 0);
-  const uint32_t slopes_of_lane = shared_address(shared.slopes[0]) + group * (queries * box_row) +
-                                  (lane / 16 * 8 + lane % 8) * box_row +
-                                  ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
+  const uint32_t slopes_of_lane = shared_address(shared.slopes[0]) + group * (queries * box_row) + turned_place();
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   SlotPlace<2> slopes_at, sums_at;  // where slopes are stored next, and multiplied with keys
   unsigned key_parity = 0, sum_parity = 0;
   for_pieces<true>(shared, [&](const auto& work) {
-    const int first_key = work.block * Plan::keys + group * 64;
+    const int first_key = work.first_key() + group * 64;
     const int steps = work.steps(call);
     float of_keys[size / 2] = {}, of_values[size / 2] = {};  // the gradients
     float scores[count];  // and then weights
@@ -135,7 +139,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
     // Puts a cap and limits on the scores of a tile, which are complete.
     bool near_cap = false;
     auto limit_tile = [&] {
-      near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile));
+      near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile), all);
     };
     // Whether they stay as they are.
     auto is_free = [&] { return kind == ScoreKind::plain || (kind != ScoreKind::capped && unmasked.has(tile)); };
@@ -147,9 +151,14 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       // its way.
       float slopes[count];
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-      if (near_cap) weigh_near_cap<T>(scores, weights, numbers, call.soft_cap);
-      multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);
-      if (!near_cap) weigh<T, kind>(scores, weights, numbers, call);
+      // No branch is in the way of most tiles.
+      if (near_cap) {
+        weigh_near_cap<T>(scores, weights, numbers, call.soft_cap);
+        multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);
+      } else {
+        multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);
+        weigh<T, kind>(scores, weights, numbers, call);
+      }
 
       // The same holds for slopes and the last products for the gradient by values. When the others have been issued,
       // those that slopes need are complete.
@@ -277,14 +286,14 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
     } else if (!work.last_of_group(call)) {
       return;
     }
-    if constexpr (wide) {
+    if (wide || work.are_fewer(call, first_key)) {
       if (steps > 0 || !call.adds_key)
         write_gradient<wide, T, size>(call.key_gradient, call.size, call.adds_key, call, work, first_key, of_keys,
                                       call.scale);
       if (steps > 0 || !call.adds_value)
         write_gradient<wide, T, size>(call.value_gradient, call.value_size, call.adds_value, call, work, first_key,
                                       of_values, 1.f);
-    } else {
+    } else if constexpr (!wide) {
       // What the last piece left there has been read if a sum has been handed over since.
       if (steps == 0) shared.sum_empty[group].wait(sum_parity ^ 1);
       stage_rows<T, size>(shared.value_stage[group], [&](int i) { return of_values[i]; });

@@ -46,12 +46,9 @@ __device__ void read_left(uint32_t (&left)[columns / 16][4], const T* tile) {
 // Stores numbers of 64 keys and a tile of queries, which a warp group has as left operands, so that queries are rows.
 template <class T, int count>
 __device__ void store_tile(T* to, const uint32_t (&rounded)[count][4], Barrier& full) {
-  constexpr int box_row = 128;
-  const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
-  const uint32_t of_lane =
-      (lane / 16 * 8 + lane % 8) * box_row + ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
+  const uint32_t begin = shared_address(to) + turned_place();
 #pragma unroll
-  for (int i = 0; i < count; i++) store_turned(shared_address(to) + of_lane + i * (16 * box_row), rounded[i]);
+  for (int i = 0; i < count; i++) store_turned(begin + i * (16 * 128), rounded[i]);
   show_to_copies();
   full.arrive_as_warp();
 }
@@ -83,11 +80,11 @@ struct PairSums {
   Pair& shared;
   const unsigned rank;
   SlotPlace<Pair::Plan::slope_slots> slopes = {};
-  SlotPlace<Pair::other_slots> other_slopes = {};
+  unsigned other_parity = 0;  // of the other block's slopes
   SlotPlace<Pair::Plan::sum_slots> sum = {};
 
   __device__ void wait_for_own() const { shared.slopes_full[slopes.slot].wait(slopes.parity); }
-  __device__ void wait_for_other() const { shared.other_slopes_full[other_slopes.slot].wait(other_slopes.parity); }
+  __device__ void wait_for_other() const { shared.other_slopes_full.wait(other_parity); }
   // Begin products with own and then with other slopes, which are there.
   __device__ void multiply_own(float (&sums)[count]) const {
     const auto keys = summed_over_rows(shared.key, Pair::keys);
@@ -99,7 +96,7 @@ struct PairSums {
   }
   __device__ void multiply_other(float (&sums)[count]) const {
     const auto keys = summed_over_rows(shared.other_key, Pair::keys);
-    multiply(sums, shared.other_slopes[other_slopes.slot], keys, keys + kBoxBytes, true);
+    multiply(sums, shared.other_slopes, keys, keys + kBoxBytes, true);
   }
   __device__ void multiply_both(float (&sums)[count]) const {
     wait_for_own(), multiply_own(sums);
@@ -109,8 +106,8 @@ struct PairSums {
   __device__ void release() {
     shared.slopes_empty[slopes.slot].arrive_as_warp();
     slopes.advance();
-    shared.other_slopes_empty[other_slopes.slot].arrive_as_warp_in(other_block(rank));
-    other_slopes.advance();
+    shared.other_slopes_empty.arrive_as_warp_in(other_block(rank));
+    other_parity ^= 1;
   }
   // Hands the columns of a part over to be added.
   __device__ void hand_over(const float (&sums)[count], int part) {
@@ -154,9 +151,10 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, size, 
   SlotPlace<Plan::cotangent_slots> cotangent;
   SlotPlace<Plan::weight_slots> weights_at;
   SlotPlace<Plan::slope_slots> slopes_at;
+  const NamedBarrier all{1, kWarpGroup};
   unsigned key_parity = 0;
   for_pieces<true>(shared, [&](const auto& work) {
-    const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.steps(call);
+    const int first_key = work.first_key() + rank * Pair::keys, steps = work.steps(call);
     if (steps == 0) return;
     float scores[count], slopes[count];
     uint32_t key[size / 16][4];
@@ -173,7 +171,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T, size, 
       uint32_t rounded[count / 8][4];
       wait_for_products<0>(scores, key);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile));
+      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile), all);
       if (++tile == work.tiles.end) tile = work.tiles.begin;
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
       // Exponentials run beside these products, as they stand between their instructions (see multiply.cuh).
@@ -215,9 +213,10 @@ __device__ void multiply_scores_and_slopes(const BackwardCall& call, BackwardPai
   SlotPlace<Plan::cotangent_slots> cotangent;
   SlotPlace<Plan::weight_slots> weights_at;
   SlotPlace<Plan::slope_slots> slopes_at;
+  const NamedBarrier all{1, kWarpGroup};
   unsigned key_parity = 0;
   for_pieces<true>(shared, [&](const auto& work) {
-    const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.steps(call);
+    const int first_key = work.first_key() + rank * Pair::keys, steps = work.steps(call);
     if (steps == 0) return;
     shared.key_full.wait(key_parity);
     float scores[count], slopes[count], sums[of_queries.count];
@@ -238,7 +237,7 @@ __device__ void multiply_scores_and_slopes(const BackwardCall& call, BackwardPai
       wait_for_products<1>(scores);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
       if constexpr (last) of_queries.wait_for_own();
-      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile));
+      const bool near_cap = limit_scores<kind>(scores, call, work, tile, first_key, !unmasked.has(tile), all);
       if (++tile == work.tiles.end) tile = work.tiles.begin;
       // Exponentials run beside these products, and slopes beside those below, as they stand between their instructions
       // (see multiply.cuh).
@@ -333,7 +332,7 @@ struct PairGradient {
                         void* gradient, int length, float factor, bool adds, int number) {
     const bool any = work.tiles.length() > 0;
     if (any ? !add_parts(call, work, rank * 2 + number, sums) : !work.last_of_group(call) || (wide && adds)) return;
-    const int first_key = work.block * Pair::Plan::keys + rank * Pair::keys;
+    const int first_key = work.first_key() + rank * Pair::keys;
 #pragma unroll
     for (int of = 0; of < parts; of++)
       write_gradient<wide, T, of_part>(gradient, length, adds, call, work, first_key, sums[of], factor, of * of_part);

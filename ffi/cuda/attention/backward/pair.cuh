@@ -24,11 +24,10 @@ struct BackwardPair {
   using Plan = BackwardPlan<size>;
   using Work = BackwardWork<size, segmented>;
   static constexpr int queries = Plan::queries, keys = Plan::keys / Plan::blocks;  // of a block
-  static_assert(Plan::blocks == 2 && queries == 64 && keys == 64);
+  static_assert(Plan::blocks == 2 && Plan::slope_slots == 2 && queries == 64 && keys == 64);
   static constexpr int groups = 3, threads = (groups + 1) * kWarpGroup;
   // Of a thread of the warp group for scores, of those that hold a gradient, and of the one that copies.
   static constexpr int score_registers = 168, gradient_registers = 160, copy_registers = 24;
-  static constexpr int other_slots = Plan::slope_slots - 1;  // of the other block's slopes
   static constexpr int work_slots = BackwardCode::work_slots;
   static constexpr int parts = Sums::parts;  // of the block's part of the gradient by queries, of up to 64 columns
   // If both parts are boxes of keys side by side, one product gives them.
@@ -45,7 +44,7 @@ struct BackwardPair {
   // Of queries (rows) and keys.
   alignas(1024) T weights[Plan::weight_slots][queries * keys];
   alignas(1024) T slopes[Plan::slope_slots][queries * keys];
-  alignas(1024) T other_slopes[other_slots][queries * keys];  // the other block's
+  alignas(1024) T other_slopes[queries * keys];  // the other block's
   alignas(128) float sums[Plan::sum_slots][queries * 64];      // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * queries];  // lse in base 2, then delta
   Work works[work_slots];
@@ -56,8 +55,7 @@ struct BackwardPair {
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
   Barrier weights_full[Plan::weight_slots], weights_empty[Plan::weight_slots];
   Barrier slopes_full[Plan::slope_slots], slopes_empty[Plan::slope_slots];
-  // The latter is about the slopes that the other block has got.
-  Barrier other_slopes_full[other_slots], other_slopes_empty[other_slots];
+  Barrier other_slopes_full, other_slopes_empty;  // the latter is about the slopes that the other block has got
   Barrier sum_full[parts], sum_empty[Plan::sum_slots];
 
   __device__ void init(bool deterministic) {
@@ -78,8 +76,7 @@ struct BackwardPair {
     for (auto& barrier : weights_empty) barrier.init(warps);
     for (auto& barrier : slopes_full) barrier.init(warps);
     for (auto& barrier : slopes_empty) barrier.init(2 * warps + 1);  // the last is for the copy to the other block
-    for (auto& barrier : other_slopes_full) barrier.init(1);
-    for (auto& barrier : other_slopes_empty) barrier.init(warps);
+    other_slopes_full.init(1), other_slopes_empty.init(warps);
     for (auto& barrier : sum_full) barrier.init(warps);
     for (auto& barrier : sum_empty) barrier.init(1);
     show_barriers();

@@ -52,11 +52,19 @@ __device__ void exclude_segments(float (&scores)[count], const BackwardCall& cal
   }
 }
 
-// Caps the products of 64 keys and a tile of queries, which are then scores in base 2, and excludes those that are
-// masked, if any `is_masked`. Where any of the warp's is near the cap, they stay products. Returns whether it is so.
+// Makes tanh(u) of products by a polynomial.
+template <int count, int degree>
+__device__ void cap_scores(float (&scores)[count], const CapPolynomial<degree>& polynomial) {
+#pragma unroll
+  for (float& score : scores) score *= polynomial.factor(score * score, polynomial.terms[degree]);
+}
+
+// If there is a cap, makes scores over the cap of the products of 64 keys and a tile of queries; where any of the warp
+// group's is near the cap, they stay products. Excludes those that are masked, if any `is_masked`. Returns whether they
+// have stayed products: a warp group goes one way, as its products need. `all` is a barrier for it.
 template <ScoreKind kind, int count, class Work>
 __device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, const Work& work, int tile,
-                             int first_key, bool is_masked) {
+                             int first_key, bool is_masked, const NamedBarrier& all) {
   bool near_cap = false;
   if constexpr (kind == ScoreKind::capped) {
     const SoftCap& cap = call.soft_cap;
@@ -64,24 +72,26 @@ __device__ bool limit_scores(float (&scores)[count], const BackwardCall& call, c
 #pragma unroll
     for (int i = 0; i < count; i++) tops[i % 4] = fmaxf(tops[i % 4], fabsf(scores[i]));
     const float top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-    near_cap = __any_sync(0xffffffffu, !(top * std::fabs(cap.ratio) <= SoftCap::far_below));
+    const float square = top * top;
+    near_cap = all.any(!(square <= fmaxf(cap.below.largest_square, cap.far_below.largest_square)));
     if (near_cap) {
       // An infinite product has the score -cap, but one that is -inf below is masked.
 #pragma unroll
       for (int i = 0; i < count; i++) scores[i] = scores[i] == -INFINITY ? -FLT_MAX : scores[i];
+    } else if (__any_sync(0xffffffffu, square > cap.far_below.largest_square)) {
+      cap_scores(scores, cap.below);
     } else {
-#pragma unroll
-      for (int i = 0; i < count; i++) {
-        const float u = scores[i] * cap.ratio;
-        scores[i] = u * cap.factor(u * u);
-      }
+      cap_scores(scores, cap.far_below);
     }
   }
   if constexpr (kind != ScoreKind::plain) {
     if (is_masked) {
-      const int key = first_key + row_of_thread(), query = work.tile(tile) * (2 * count) + column_of_thread();
+      const int key = first_key + row_of_thread(), query = work.query(tile) + column_of_thread();
       exclude(scores, {work.limits, key, query});
-      if (work.has_segments(call)) exclude_segments(scores, call, work.segment, work.batch, key, query);
+      // Of tiles that have no other segments, limits say all.
+      if constexpr (may_have_segments<kind>)
+        if (call.segments && !work.segments.tiles.of_one)
+          exclude_segments(scores, call, work.segments.range, work.batch, key, query);
     }
   }
   return near_cap;
@@ -118,10 +128,10 @@ __device__ void weigh(float (&scores)[count], uint32_t (&weights)[count / 8][4],
       return {weight, weight};
     });
   } else {
-    const float inverse = 1 / (call.soft_cap.cap * float(kLog2E));
-    weigh<T>(scores, weights, lse, [&](float score, float of_query) -> Weight {
-      const float weight = exp2_approximately(score - of_query), tanh = score * inverse;
-      return {weight, weight * fmaxf(fmaf(-tanh, tanh, 1.f), 0.f)};  // the score may be -inf
+    const float cap2 = call.soft_cap.cap * float(kLog2E);
+    weigh<T>(scores, weights, lse, [&](float tanh, float of_query) -> Weight {
+      const float weight = exp2_approximately(fmaf(tanh, cap2, -of_query));
+      return {weight, weight * __saturatef(fmaf(-tanh, tanh, 1.f))};  // of -inf, which is masked, the latter is 0
     });
   }
 }

@@ -12,14 +12,17 @@ template <int size>
 __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const float* lse, const float* delta) {
   let_next_kernel_start();
   constexpr int queries = BackwardPlan<size>::queries;
-  const int query = blockIdx.x * blockDim.x + threadIdx.x, tile = query / queries;
+  const int thread = blockIdx.x * blockDim.x + threadIdx.x, tile = thread / queries, of_tile = thread % queries;
   if (tile >= call.query_tiles) return;
   for (unsigned head = blockIdx.y; head < unsigned(call.batch * call.heads); head += gridDim.y) {
     const int batch = head / call.heads;
     const AttentionLimits limits(call, batch);
+    const ElementRange of_queries = call.queries_of(batch, tile, queries);
+    const int query = of_queries.begin + of_tile;
     const int64_t from = int64_t(head) * call.queries + query;
-    const float of_query = limits.begin <= query && query < limits.queries ? lse[from] : -INFINITY;
-    float* to = call.numbers + (int64_t(head) * call.query_tiles + tile) * (2 * queries) + query % queries;
+    const bool counts = limits.begin <= query && query < min(of_queries.end, limits.queries);
+    const float of_query = counts ? lse[from] : -INFINITY;
+    float* to = call.numbers + (int64_t(head) * call.query_tiles + tile) * (2 * queries) + of_tile;
     to[0] = of_query == -INFINITY ? INFINITY : of_query * float(kLog2E);
     to[queries] = of_query == -INFINITY ? 0 : delta[from];
   }
@@ -79,10 +82,11 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
       to[8 * across] = T(four.z * call.scale), to[along + 8 * across] = T(four.w * call.scale);
     }
   }
+  const ElementRange of_queries = call.queries_of(place.batch, place.tile, queries);
   __syncthreads();
   for (int i = threadIdx.x; i < queries * size / 8; i += blockDim.x) {
-    const int of_tile = i / (size / 8), first = i % (size / 8) * 8, at = place.tile * queries + of_tile;
-    if (at >= call.queries || first >= call.size) continue;
+    const int of_tile = i / (size / 8), first = i % (size / 8) * 8, at = of_queries.begin + of_tile;
+    if (at >= of_queries.end || first >= call.size) continue;
     T* to = static_cast<T*>(call.query_gradient) + place.row(call, at) * call.size + first;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + of_tile * row + first);
   }
@@ -98,6 +102,7 @@ __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ Backwa
   const SumsPlace place(call);
   wait_for_sums<size>(call, place.turn);
   const bool any = has_sums<queries>(call, place.batch, place.tile);
+  const ElementRange of_queries = call.queries_of(place.batch, place.tile, queries);
   const int half = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
   const float* const sums = call.sums + place.number * Sums::count + half * Sums::half + thread * 4;
 #pragma unroll
@@ -119,8 +124,8 @@ __global__ void __launch_bounds__(256) store_sums(const __grid_constant__ Backwa
     const int fours = Sums::columns(part) / 4;  // of a row of a half
     for (int i = threadIdx.x; i < queries * halves * fours; i += blockDim.x) {
       const int of_tile = i / (halves * fours), of_half = i / fours % halves, column = i % fours * 4;
-      const int at = place.tile * queries + of_tile, first = Sums::first_column(of_half, part) + column;
-      if (at >= call.queries || first >= call.size) continue;
+      const int at = of_queries.begin + of_tile, first = Sums::first_column(of_half, part) + column;
+      if (at >= of_queries.end || first >= call.size) continue;
       auto* to = reinterpret_cast<float4*>(static_cast<float*>(call.query_gradient) +
                                            place.row(call, at) * call.size + first);
       const float4 own = *reinterpret_cast<const float4*>(tile + of_tile * row + of_half * 64 + column);

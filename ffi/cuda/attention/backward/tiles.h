@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../../anywhere.h"
+#include "../blocks.h"
 #include "../head_sizes.h"
 
 namespace jaxsoft::cuda {
@@ -15,6 +16,7 @@ struct BackwardCode {
   static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
   static constexpr int work_slots = 2;                        // pieces of work that are known at a time
   static constexpr int tiles_of_signal = 2, cache = 49;
+  static constexpr int order_parts = 4;  // of the order in which blocks of keys are taken where there are segments
 };
 
 // A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
@@ -98,7 +100,8 @@ struct SumsTile {
 
 // What the workspace has, in bytes:
 //
-//   the counter of pieces of work, and from how many turns they are taken alternately where there are segments, 16;
+//   the counter of pieces of work, 8, and from how many turns they are taken alternately where there are segments, 4
+//   for each part of their order;
 //   how many blocks of keys are done, and how many parts of sums are cleared, 4 for each of the heads of all sequences;
 //   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head;
 //   where heads share keys, how many of them have been summed, 4 for each block of keys and part of what is added;
@@ -106,20 +109,21 @@ struct SumsTile {
 //   lse and delta, 8 for each of these queries;
 //   where heads share keys, the sums of gradients by keys and values, 8 for each key of the blocks of a key head and
 //   element of the padded head;
-//   where there are segments, for each block of keys of an element of the batch what queries they leave to it, 32, and
-//   a range of tiles, 8, and whether a tile of queries is in any, 1.
+//   where there are segments, for each element of the batch, of each block of keys what queries they leave to it, 40,
+//   its tiles of queries, 16, and which block is taken when, 4; where blocks of keys and tiles of queries begin, 4 for
+//   each and two more; and whether a tile of queries is among those of any block, 1.
 template <int size>
 struct BackwardSpace {
   using Plan = BackwardPlan<size>;
-  static constexpr int64_t counter = 16;
+  static constexpr int64_t counter = 8 + 4 * BackwardCode::order_parts;
   int64_t query_tiles, key_blocks, heads, key_heads;         // heads of all sequences
   int64_t of_heads, ends, summed, counts, sums, numbers;     // bytes; those before the sums are `counts`
   int64_t group_sums;                                        // bytes, 0 where no heads share keys
-  int64_t segments, tiles, tile_is_met;                      // bytes, 0 without segments
+  int64_t segments, tiles, order, key_begins, query_begins, tile_is_met;  // bytes, 0 without segments
   BackwardSpace(int64_t batch, int64_t queries, int64_t keys, int64_t heads_of_one, int64_t key_heads_of_one,
                 bool has_segments)
-      : query_tiles((queries + Plan::queries - 1) / Plan::queries),
-        key_blocks((keys + Plan::keys - 1) / Plan::keys),
+      : query_tiles(has_segments ? most_blocks(queries, Plan::queries) : full_blocks(queries, Plan::queries)),
+        key_blocks(has_segments ? most_blocks(keys, Plan::keys) : full_blocks(keys, Plan::keys)),
         heads(batch * heads_of_one),
         key_heads(batch * key_heads_of_one),
         of_heads(heads * 4),
@@ -129,10 +133,15 @@ struct BackwardSpace {
         sums(heads * query_tiles * Plan::queries * size * 4),
         numbers(heads * query_tiles * Plan::queries * 8),
         group_sums(heads > key_heads ? key_heads * key_blocks * Plan::keys * size * 8 : 0),
-        segments(has_segments ? batch * key_blocks * 32 : 0),
-        tiles(segments / 4),
+        segments(has_segments ? batch * key_blocks * 40 : 0),
+        tiles(has_segments ? batch * key_blocks * 16 : 0),
+        order(has_segments ? batch * key_blocks * 4 : 0),
+        key_begins(has_segments ? batch * begin_numbers(key_blocks) * 4 : 0),
+        query_begins(has_segments ? batch * begin_numbers(query_tiles) * 4 : 0),
         tile_is_met(has_segments ? batch * query_tiles : 0) {}
-  int64_t bytes() const { return counts + sums + numbers + group_sums + segments + tiles + tile_is_met; }
+  int64_t bytes() const {
+    return counts + sums + numbers + group_sums + segments + tiles + order + key_begins + query_begins + tile_is_met;
+  }
 };
 
 }  // namespace jaxsoft::cuda

@@ -26,6 +26,14 @@ struct QueryTiles {
   __device__ QueryTiles from_last(int last) const { return {last + 1 - end, last + 1 - begin}; }
 };
 
+// The tiles of queries of a block of keys, where there are segments.
+struct BlockTiles {
+  QueryTiles tiles;
+  int first_query;  // where tile 0 would begin, if those before the block's were full
+  bool of_one;      // whether they have no queries of other segments
+};
+static_assert(sizeof(BlockTiles) == 16);  // as the workspace is divided
+
 // A call as the kernels read it.
 struct BackwardCall {
   CUtensorMap query, key, value, cotangent;
@@ -33,19 +41,21 @@ struct BackwardCall {
   int batch, queries, keys, heads, key_heads, group, size, value_size;
   int heads_of_piece;  // a divisor of the group
   int turns;           // how many times so many heads there are in the batch
-  int key_blocks, query_tiles;
+  int key_blocks, query_tiles;  // where there are segments, at most
   unsigned pieces;  // of work
   int processors;  // multiprocessors of the device
   int turns_together;  // from how many turns at most pieces are taken alternately
   int reversed;  // how many turns, the last ones, are gone over the other way round
-  int* turns_together_of_segments;  // the same where there are segments, which are not known before
+  int* turns_together_of_parts;  // the same where there are segments, for each part of `order`
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
   SoftCap soft_cap;
   LimitOperands limits;
   Segments query_segments, key_segments;
   SegmentRange* segments;      // (B, blocks of keys): what counts for a block, if there are segments
-  QueryTiles* tiles;           // (B, blocks of keys): where there are segments, the tiles of queries of a block
+  BlockTiles* tiles;           // (B, blocks of keys): likewise, the tiles of queries of a block
+  BlockBegins key_begins, query_begins;  // likewise, of the blocks of keys and of the tiles of queries
+  int* order;                  // (B, blocks of keys): likewise, the blocks as they are taken
   unsigned char* tile_is_met;  // (B, tiles): likewise, whether a tile is among those of any block
   // (turns, heads of a piece, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
   float* sums;
@@ -65,6 +75,11 @@ struct BackwardCall {
   int cleared_ahead;
   void *query_gradient, *key_gradient, *value_gradient;
   bool adds_query, adds_key, adds_value;  // whether those in f32 are added to what is there
+  // The queries of a tile of so many.
+  __device__ ElementRange queries_of(int batch, int tile, int count) const {
+    if (segments) return query_begins.block(batch, tile);
+    return {tile * count, min(tile * count + count, queries)};
+  }
 };
 
 // How many heads a piece of work has, of those that share keys. Several pieces have to add up their gradients by keys
@@ -133,28 +148,44 @@ struct BackwardHeads {
 
 // Of which turn a piece of work is, and which block of keys. Pieces are taken alternately from some turns: as many as
 // `turns_together` says, or a few less, so that no few are left at the end; and at last from all that are reversed.
+// Where there are segments, each part of the order of a turn's blocks is taken from all turns before the next part.
 struct BackwardPlace {
-  int turn, block;
+  int turn, rank, block;  // the rank is among the turn's blocks, in the order in which they are taken
   bool reversed;
-  __device__ BackwardPlace(const BackwardCall& call, unsigned piece, unsigned turns_together) {
-    unsigned turns = call.turns - call.reversed, first = 0;
-    reversed = piece >= turns * call.key_blocks;
+  __device__ BackwardPlace(const BackwardCall& call, unsigned piece, bool in_parts) {
+    unsigned turns = call.turns - call.reversed, turns_together = call.turns_together, blocks = call.key_blocks;
+    unsigned first = 0, first_rank = 0;
+    if (in_parts) {
+      constexpr unsigned parts = BackwardCode::order_parts;
+      const unsigned share = (blocks + parts - 1) / parts, part = piece / (turns * share);
+      piece %= turns * share;
+      first_rank = part * share, blocks = min(share, blocks - first_rank);
+      turns_together = call.turns_together_of_parts[part];
+    }
+    reversed = piece >= turns * blocks;
     if (reversed) {
-      piece -= turns * call.key_blocks;
+      piece -= turns * blocks;
       first = turns, turns = turns_together = call.reversed;
     }
     const unsigned times = (turns + turns_together - 1) / turns_together;
     unsigned count = turns / times;
     const unsigned longer = turns % times, of_longer = longer * (count + 1);  // those with one more come first
-    if (piece < of_longer * call.key_blocks) count++;
-    else first += of_longer, piece -= of_longer * call.key_blocks;
-    first += piece / (count * call.key_blocks) * count;
-    piece %= count * call.key_blocks;
+    if (piece < of_longer * blocks) count++;
+    else first += of_longer, piece -= of_longer * blocks;
+    first += piece / (count * blocks) * count;
+    piece %= count * blocks;
     turn = first + piece % count;
-    block = piece / count;
-    if (call.deterministic && !reversed) block = call.key_blocks - 1 - block;  // see copy.cuh
+    rank = first_rank + piece / count;
+    block = call.deterministic && !reversed ? call.key_blocks - 1 - rank : rank;  // see copy.cuh
   }
 };
+
+// What segments leave to a block of keys.
+struct KeysOfSegments {
+  SegmentRange range;
+  BlockTiles tiles;
+};
+struct NoSegments {};
 
 // A piece of work, which the thread that takes it describes, and the others read in shared memory. `may_be_segmented`
 // says whether the call may have segments.
@@ -168,25 +199,47 @@ struct BackwardWork {
   int last_tile;     // of all, if they are counted from there, as `tiles` are in a reversed turn; else 0
   AttentionLimits limits;
   QueryTiles tiles, tiles_before;  // the latter those of `before_block`
-  SegmentRange segment;            // of the block, if the call has segments
+  // If the call has segments: else only the block's keys are known, and the rest is 0.
+  std::conditional_t<may_be_segmented, KeysOfSegments, NoSegments> segments;
 
   __device__ void set(const BackwardCall& call, unsigned piece) {
     there = piece < call.pieces;
     if (!there) return;
     const bool any_segments = has_segments(call);
-    const BackwardPlace place(
-        call, piece, any_segments && call.deterministic ? *call.turns_together_of_segments : call.turns_together);
+    const BackwardPlace place(call, piece, any_segments && call.deterministic);
     const BackwardHeads heads(call, place.turn);
-    turn = place.turn, block = place.block;
-    batch = heads.batch, first_head = heads.first, key_head = heads.key_head;
+    turn = place.turn, batch = heads.batch;
+    block = any_segments ? call.order[batch * call.key_blocks + place.rank] : place.block;
+    first_head = heads.first, key_head = heads.key_head;
     limits = {call, batch};
     tiles = range(call, block);
     before_block = place.reversed ? block - 1 : block + 1;
     tiles_before = before_block < 0 ? QueryTiles{0, 0} : range(call, before_block);
     last_tile = place.reversed ? call.query_tiles - 1 : 0;
     if (place.reversed) tiles = tiles.from_last(last_tile), tiles_before = tiles_before.from_last(last_tile);
-    if (any_segments) segment = call.segments[batch * call.key_blocks + block];
+    if constexpr (may_be_segmented) {
+      segments = {}, segments.range.own = {block * Plan::keys, call.keys};
+      if (!any_segments) return;
+      const int of_batch = batch * call.key_blocks + block;
+      segments = {call.segments[of_batch], call.tiles[of_batch]};
+      limits.keys = min(limits.keys, segments.range.own.end);
+    }
   }
+  // The block's keys are from the first up to this end, if that is not past a full block's.
+  __device__ int first_key() const {
+    if constexpr (may_be_segmented) return segments.range.own.begin;
+    else return block * Plan::keys;
+  }
+  __device__ int end_key(const BackwardCall& call) const {
+    if constexpr (may_be_segmented) return segments.range.own.end;
+    else return call.keys;
+  }
+  // Whether fewer than 64 keys from this one on are the block's, and others come after them.
+  __device__ bool are_fewer(const BackwardCall& call, int key) const {
+    return may_be_segmented && end_key(call) < min(key + 64, call.keys);
+  }
+  // The first query of a tile that has a number among `tiles`.
+  __device__ int query(int number) const { return tile(number) * Plan::queries + first_query(); }
   // Whether a thread that adds to sums signals so after a tile.
   __device__ bool is_signalled(int tile) const {
     constexpr int of_signal = BackwardCode::tiles_of_signal;
@@ -210,25 +263,37 @@ struct BackwardWork {
   }
   // The tiles with a valid score. For each tile these are blocks that follow each other.
   __device__ QueryTiles range(const BackwardCall& call, int of_block) const {
-    if (!has_segments(call)) return range(limits, of_block);
-    return of_block < call.key_blocks ? call.tiles[batch * call.key_blocks + of_block] : QueryTiles{0, 0};
+    if (!has_segments(call)) return range(limits, of_block * Plan::keys, (of_block + 1) * Plan::keys, 0);
+    return of_block < call.key_blocks ? call.tiles[batch * call.key_blocks + of_block].tiles : QueryTiles{0, 0};
   }
-  // Those within limits.
-  __device__ static QueryTiles range(const AttentionLimits& limits, int of_block) {
-    const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, limits.keys);
+  // Those within limits, of the keys [begin, end), where tile 0 begins at a query.
+  __device__ static QueryTiles range(const AttentionLimits& limits, int begin, int end, int from) {
+    end = min(end, limits.keys);
     const int first = limits.first_query(begin), last = limits.last_query(end);
     if (begin >= end || first >= last) return {0, 0};
-    return {first / Plan::queries, (last + Plan::queries - 1) / Plan::queries};
+    return {(first - from) / Plan::queries, (last - from + Plan::queries - 1) / Plan::queries};
+  }
+  // Where tile 0 begins, as BlockTiles has it.
+  __device__ int first_query() const {
+    if constexpr (may_be_segmented) return segments.tiles.first_query;
+    else return 0;
   }
   // The tiles of which no score with the keys [key, key + 64) is masked, but for those of queries past the end. They
   // are counted as `tiles` are.
   __device__ QueryTiles unmasked(const BackwardCall& call, int key) const {
     ElementRange queries = limits.queries_of_all(key, key + 64);
-    if (has_segments(call)) {
-      const ElementRange inner = segment.inner();
-      queries = {max(queries.begin, inner.begin), min(queries.end, inner.end)};
+    bool to_end = false;
+    if constexpr (may_be_segmented) {
+      if (call.segments) {
+        const ElementRange inner = segments.range.inner();
+        queries = {max(queries.begin, inner.begin), min(queries.end, inner.end)};
+        // Of queries past the end of a segment, weights are 0, if tiles have no other's.
+        to_end = segments.tiles.of_one && queries.end == segments.range.first.end;
+      }
     }
-    const QueryTiles found{(queries.begin + Plan::queries - 1) / Plan::queries, queries.end / Plan::queries};
+    const int begin = queries.begin - first_query(), end = queries.end - first_query();
+    const QueryTiles found{(begin + Plan::queries - 1) / Plan::queries,
+                           (end + (to_end ? Plan::queries - 1 : 0)) / Plan::queries};
     return last_tile > 0 ? found.from_last(last_tile) : found;
   }
 };

@@ -15,8 +15,9 @@ struct ForwardArguments {
   CUtensorMap output, output_residual;  // where results are staged
   AttentionCall call;
   AttentionResults results;
-  int blocks_of_head;  // items of a head
-  int items;
+  int blocks_of_head;  // items of a head; where there are segments, at most
+  const int* blocks_found;  // so many they are then
+  int items;                // at most
   // So many heads have their items together, those with the same queries one after the other. Their keys and values fit
   // the cache.
   int together;
@@ -35,26 +36,35 @@ __device__ AttentionLimits limits_of(const AttentionCall& call, int batch) {
   else return AttentionLimits(call, batch);
 }
 
-// The tiles of keys [begin, end) that matter to some queries. Of [inner_begin, inner_end) all keys count for each of
-// the queries, as far as limits, lengths and segments say.
-struct TileRange {
+// The keys [begin, end) that matter to some queries. Of [inner_begin, inner_end) all count for each of the queries, as
+// far as limits, lengths and segments say.
+struct KeyRange {
   int begin = 0, inner_begin = 0, inner_end = 0, end = 0;
-  TileRange() = default;
-  __device__ TileRange(const AttentionLimits& limits, int query, int count, int queries, int tile) {
-    const int last = min(query + count, queries) - 1;
-    if (query >= limits.queries || last < limits.begin) return;
+  // For the queries [query, query_end).
+  __device__ KeyRange(const AttentionLimits& limits, int query, int query_end) {
+    const int last = query_end - 1;
+    if (query >= min(query_end, limits.queries) || last < limits.begin) return;
     // Both ends of the range of a query rise with the query.
     const int first = max(query, limits.begin);
     const ElementRange of_first = limits.of_query(first), of_last = limits.of_query(min(last, limits.queries - 1));
-    begin = of_first.begin / tile, end = (of_last.end + tile - 1) / tile;
-    if (of_last.end <= of_first.begin) end = begin;
+    begin = of_first.begin, end = max(of_last.end, begin);
     const bool all = last < limits.queries && first == query;
-    inner_begin = (of_last.begin + tile - 1) / tile, inner_end = all ? of_first.end / tile : 0;
+    inner_begin = of_last.begin, inner_end = all ? of_first.end : 0;
   }
-  __device__ void restrict_to(const SegmentRange& keys, int tile) {
+  __device__ void restrict_to(const SegmentRange& keys) {
     const ElementRange inner = keys.inner();
-    begin = max(begin, keys.all.begin / tile), end = max(begin, min(end, (keys.all.end + tile - 1) / tile));
-    inner_begin = max(inner_begin, (inner.begin + tile - 1) / tile), inner_end = min(inner_end, inner.end / tile);
+    begin = max(begin, keys.all.begin), end = max(begin, min(end, keys.all.end));
+    inner_begin = max(inner_begin, inner.begin), inner_end = min(inner_end, inner.end);
+  }
+};
+
+// Tiles of such keys, of which the first begins at the key `from`.
+struct TileRange {
+  int begin = 0, inner_begin = 0, inner_end = 0, end = 0;
+  TileRange() = default;
+  __device__ TileRange(const KeyRange& keys, int from, int tile) {
+    begin = (keys.begin - from) / tile, end = keys.end > keys.begin ? (keys.end - from + tile - 1) / tile : begin;
+    inner_begin = (keys.inner_begin - from + tile - 1) / tile, inner_end = (keys.inner_end - from) / tile;
   }
   // Those of its tiles that some of the queries need, with inner tiles as they say.
   __device__ TileRange part(TileRange of_some) const {
@@ -68,31 +78,42 @@ struct TileRange {
 // What the copying thread finds out about an item, and the others read in shared memory.
 struct ForwardItem {
   bool there;  // else there are no more
-  int batch, head, key_head, query;  // its first query
+  int batch, head, key_head;
+  int query, query_end;  // its queries
+  int first_key;         // where tiles begin: at 0, or where the only segment of the queries does
   AttentionLimits limits;
   SegmentRange segments;  // if the call has any
   TileRange tiles;
+  // The first key of a tile.
   template <class Plan, ScoreKind kind>
-  __device__ void set(const ForwardArguments& args, int number) {
+  __device__ int key_of(int tile) const {
+    return tile * Plan::key_tile + (may_have_segments<kind> ? first_key : 0);
+  }
+  // Describes an item, where a head has so many `blocks`.
+  template <class Plan, ScoreKind kind>
+  __device__ void set(const ForwardArguments& args, int blocks, int number) {
     const AttentionCall& call = args.call;
-    there = number < args.items;
+    there = number < blocks * call.batch * call.heads;
     if (!there) return;
-    const int together = number / (args.blocks_of_head * args.together), first = together * args.together;
+    const int together = number / (blocks * args.together), first = together * args.together;
     const int heads_together = min(args.together, call.batch * call.heads - first);
-    number -= first * args.blocks_of_head;
+    number -= first * blocks;
     // Under a causal rule the last queries have most keys. They come first, so that what comes last is short.
-    const int block = args.blocks_of_head - 1 - number / heads_together, of_batch = first + number % heads_together;
-    query = block * Plan::queries;
+    const int block = blocks - 1 - number / heads_together, of_batch = first + number % heads_together;
     batch = of_batch / call.heads, head = of_batch % call.heads;
     key_head = head / (call.heads / call.key_heads);
     limits = limits_of<kind>(call, batch);
-    tiles = {limits, query, Plan::queries, call.queries, Plan::key_tile};
+    query = block * Plan::queries, query_end = min(query + Plan::queries, call.queries), first_key = 0;
     if constexpr (may_have_segments<kind>) {
       if (args.segments) {
         segments = args.segments[batch * args.blocks_of_head + block];
-        tiles.restrict_to(segments, Plan::key_tile);
+        query = segments.own.begin, query_end = segments.own.end;
+        first_key = segments.of_one() ? segments.first.begin : 0;
       }
     }
+    KeyRange keys(limits, query, query_end);
+    if (may_have_segments<kind> && args.segments) keys.restrict_to(segments);
+    tiles = {keys, first_key, Plan::key_tile};
   }
 };
 

@@ -28,10 +28,12 @@ template <class Plan, ScoreKind kind>
 __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
   unsigned step = 0;
   int number = blockIdx.x;
+  if constexpr (may_have_segments<kind>) wait_for_last_kernel();  // which says what counts for blocks
+  const int blocks = may_have_segments<kind> && args.segments ? *args.blocks_found : args.blocks_of_head;
   auto post = [&](unsigned turn, int number) {
     const ItemSlot<Plan> place(turn);
     memory.items_read[place.slot].wait(place.parity ^ 1);
-    memory.items[place.slot].template set<Plan, kind>(args, number);
+    memory.items[place.slot].template set<Plan, kind>(args, blocks, number);
     memory.items_there[place.slot].arrive();
   };
   post(0, number);
@@ -43,8 +45,8 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
       read[at.slot].wait(at.parity ^ 1);
       there[at.slot].arrive_expecting(sizeof *slots);
       for (int box = 0; box < static_cast<int>(sizeof *slots / sizeof **slots); box++)
-        copy_box(slots[at.slot][box], map, {box * 64, item.key_head, tile * Plan::key_tile, item.batch},
-                 there[at.slot]);
+        copy_box(slots[at.slot][box], map,
+                 {box * 64, item.key_head, item.template key_of<Plan, kind>(tile), item.batch}, there[at.slot]);
     };
     auto copy_keys = [&](unsigned step, int tile) {
       copy(args.key, memory.keys, memory.keys_there, memory.keys_read, step, tile);
@@ -164,13 +166,15 @@ struct ForwardTiles {
   // Takes in a tile whatever its scores are: from products to weights.
   __device__ void take_any(Scores& scores, const ForwardItem& item, const TileRange& tiles, int number) {
     if constexpr (kind == ScoreKind::capped) scores.cap(tile);
-    if (tiles.masked(number)) scores.mask(tile, item, number * Plan::key_tile);
+    if (tiles.masked(number)) scores.mask(tile, item, item.template key_of<Plan, kind>(number));
     scores.take(tile, factors);
   }
-  // From products to weights, by the references as they are.
-  __device__ typename Scores::Taken weigh(Scores& scores, bool near_cap) {
+  // From products to weights, by the references as they are. So many `polynomials` for the cap are not enough.
+  __device__ typename Scores::Taken weigh(Scores& scores, int polynomials) {
     if constexpr (kind == ScoreKind::capped) {
-      if (!near_cap) return scores.weigh_below_cap(tile);
+      const SoftCap& cap = scores.args.soft_cap;
+      if (polynomials == 0) return scores.weigh_below_cap(tile, cap.far_below);
+      if (polynomials < 2) return scores.weigh_below_cap(tile, cap.below);
       scores.cap(tile);
     }
     return scores.weigh(tile);
@@ -219,17 +223,18 @@ struct ForwardTiles {
       number--, step++;
     };
     const int inner_begin = kind == ScoreKind::plain ? begin : max(begin, tiles.inner_begin);
-    bool again = false;     // whether the weights of a tile are wrong, have overflowed, or are too inexact
-    bool near_cap = false;  // whether scores of the warp's have been
+    bool again = false;   // whether the weights of a tile are wrong, have overflowed, or are too inexact
+    int polynomials = 0;  // how many of those for the cap have been wrong for scores of the warp's
     while (number >= begin) {
       while (number >= begin && (again || (kind != ScoreKind::plain && tiles.masked(number)))) {
         if (again) multiply_again(step + 1);
         else start_products(step + 1, step);
-        // As documents that are packed have a masked tile at each begin, such tiles are taken in like others: the text
-        // is that of the loop below, without a cap. As one function, it made ptxas serialize the products of that loop.
-        if constexpr (kind == ScoreKind::segmented) {
+        // Where many tiles are masked, as documents that are packed have one at each begin, these are taken in like
+        // others: the text is that of the loop below, without a cap. As one function, it made ptxas serialize the
+        // products of that loop.
+        if constexpr (kind == ScoreKind::segmented || (kind == ScoreKind::limited && Plan::short_tiles)) {
           if (!again && scores.have_references()) {
-            scores.mask(tile, item, number * Plan::key_tile);
+            scores.mask(tile, item, item.template key_of<Plan, kind>(number));
             const auto taken = scores.weigh(tile);
             if (scores.above_limits(taken)) {
               wait_for_products<0>(output, weights);
@@ -251,11 +256,11 @@ struct ForwardTiles {
       }
       while (number >= inner_begin) {
         start_products(step + 1, step);
-        const auto taken = weigh(scores, near_cap);
+        const auto taken = weigh(scores, polynomials);
         if (scores.above_limits(taken)) {
           wait_for_products<0>(output, weights);
           const bool wrong = kind == ScoreKind::capped && __any_sync(0xffffffffu, taken.wrong);
-          near_cap |= wrong;
+          polynomials += wrong;
           again = wrong || !scores.follow(tile, taken, factors);
           if (again) break;
           rescale_output();
@@ -301,7 +306,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     const ForwardItem& item = memory.items[place.slot];
     if constexpr (Plan::continues)
       write_continued_results<T, Plan>(args, item, item.query + of_block, ended, state.output);
-    else write_results<T, Plan>(args, memory, item, group, ended, state.output);
+    else write_results<T, Plan, kind>(args, memory, item, group, ended, state.output);
     memory.items_read[place.slot].arrive_as_warp();
   };
   auto finish = [&] {
@@ -309,8 +314,12 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     state.finish(before), write();
     pending = false;
   };
+  // Each group in turns takes one for each tile of an item but the first, also for those that it lets pass.
+  [[maybe_unused]] int turns = 0;  // for the latter
   auto let_pass = [&](int count) {
     for (const unsigned end = step + count; step < end; step++) {
+      if constexpr (Plan::turns)
+        if (turns-- > 0) state.own_turn.wait(), state.other_turn.arrive();
       state.wait_for_keys(step), state.free_keys(step);
       state.wait_for_values(step), state.free_values(step);
     }
@@ -323,13 +332,15 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     if (!item.there) break;
     const int first_query = item.query + group * Plan::group_queries;
     TileRange own = item.tiles;
-    if constexpr (!Plan::turns && kind != ScoreKind::plain) {
-      const TileRange of_group(item.limits, first_query, Plan::group_queries, args.call.queries, Plan::key_tile);
+    if constexpr (Plan::parted && kind != ScoreKind::plain) {
+      const int end_query = min(first_query + Plan::group_queries, item.query_end);
+      const TileRange of_group({item.limits, first_query, end_query}, item.first_key, Plan::key_tile);
       own = item.tiles.part(of_group);
       own.inner_begin = max(own.inner_begin, item.tiles.inner_begin);
       own.inner_end = min(own.inner_end, item.tiles.inner_end);
       // Tiles that matter to other groups alone. While values are held, only few more can come.
       const int others = item.tiles.end - own.end;
+      turns = item.tiles.end - item.tiles.begin - max(own.end - own.begin, 1);
       if (Plan::joined && others >= Plan::slots) finish();
       let_pass(others);
     }
@@ -350,7 +361,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
       for (float& x : state.output) x = 0;
       write();
     }
-    if constexpr (!Plan::turns && kind != ScoreKind::plain) {
+    if constexpr (Plan::parted && kind != ScoreKind::plain) {
       const int others = own.begin - item.tiles.begin;
       if (Plan::joined && others > 0) finish();
       let_pass(others);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../attributes.cuh"
 #include "../../devices.cuh"
 #include "kernel.cuh"
 
@@ -32,12 +33,13 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
     if (results.output_residual)
       if (auto e = of_queries(&args.output_residual, results.output_residual, call.value_size)) return e;
   }
-  const int64_t heads = int64_t(call.batch) * call.heads, blocks = (call.queries + Plan::queries - 1) / Plan::queries;
-  const int64_t items = heads * blocks;
+  const int64_t heads = int64_t(call.batch) * call.heads;
+  const ForwardSpace space(call.batch, call.queries, Plan::queries, call.query_segments);
+  const int64_t items = heads * space.blocks;
   // Sums of these and of tiles are 32 bits wide, and the places of rows.
   const int64_t rows = heads * call.queries;
   if (std::max<int64_t>({items, rows, call.queries, call.keys}) >= 1 << 30) return cudaErrorInvalidValue;
-  args.blocks_of_head = static_cast<int>(blocks), args.items = static_cast<int>(items);
+  args.blocks_of_head = static_cast<int>(space.blocks), args.items = static_cast<int>(items);
   args.together = 1;
   if (kind != ScoreKind::plain) {
     const int64_t of_head = int64_t(call.keys) * (call.size + call.value_size) * sizeof(T);
@@ -46,27 +48,33 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
   args.inverse_unit = 1 / args.unit;
-  if (call.cap > 0) args.soft_cap = SoftCap(call.cap, call.scale);
+  if (call.cap > 0) args.soft_cap = SoftCap(call.cap, call.scale, call.cap * kLog2E);
   if (call.query_segments) {
-    const ForwardSpace space(call.batch, blocks);
     if (call.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
-    auto* const ranges = reinterpret_cast<SegmentRange*>(static_cast<unsigned char*>(call.workspace) + space.counter);
+    auto* const space_begin = static_cast<unsigned char*>(call.workspace);
+    auto* const found = reinterpret_cast<int*>(space_begin + sizeof *args.counter);
+    const BlockBegins begins{reinterpret_cast<int*>(space_begin + space.counter), Plan::queries, args.blocks_of_head};
+    auto* const ranges = reinterpret_cast<SegmentRange*>(space_begin + space.counter + space.begins);
     const Segments of_queries{call.query_segments, call.segment_steps[0], call.queries};
     const Segments of_keys{call.key_segments, call.segment_steps[1], call.keys};
-    if (auto e = launch_segment_ranges(of_queries, of_keys, call.batch, args.blocks_of_head, Plan::queries, ranges,
-                                       stream))
-      return e;
-    args.segments = ranges;
+    args.segments = ranges, args.blocks_found = found;
+    args.counter = reinterpret_cast<unsigned long long*>(space_begin);
+    if (auto e = launch_find_blocks(call.batch, of_queries, begins, {}, {}, args.counter, stream)) return e;
+    if (auto e = launch_segment_ranges(of_queries, of_keys, call.batch, begins, ranges, found, stream)) return e;
   }
   // Results in f32 are those of some of the keys: others come from other devices meanwhile, by kernels that need
   // multiprocessors. They get none from blocks that stay until all is done: on an H200 a message waited for the end of
   // the kernel. With the last keys nothing has to arrive any more.
   const int most = results.wide ? args.items : std::min(device.processors, args.items);
-  if (auto e = clear_counter(args.items > most, call.workspace, stream, &args.counter)) return e;
+  if (!args.segments)
+    if (auto e = clear_counter(args.items > most, call.workspace, stream, &args.counter)) return e;
   constexpr auto kernel = attention_forward<T, Plan, kind>;
   if (auto e = allow_shared_memory<kernel, bytes>()) return e;
-  kernel<<<most, Plan::threads, bytes, stream>>>(args);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute = overlapping();
+  cudaLaunchConfig_t config{};
+  config.gridDim = most, config.blockDim = Plan::threads, config.dynamicSmemBytes = bytes, config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = args.segments ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 template <class T, class Sizes, ScoreKind kind>

@@ -40,7 +40,7 @@ struct RowPlace {
   bool there;
   int row, number;  // in the output, by rows, and in the log-sum-exps: launch.cuh lets no call have 2^30
   __device__ RowPlace(const AttentionCall& call, const ForwardItem& item, int query)
-      : there(query < call.queries),
+      : there(query < item.query_end),
         row((item.batch * call.queries + query) * call.heads + item.head),
         number((item.batch * call.heads + item.head) * call.queries + query) {}
   __device__ int64_t output(const AttentionCall& call) const { return int64_t(row) * call.value_size; }
@@ -66,7 +66,7 @@ __device__ void note_maximum(const ForwardArguments& args, const ForwardItem& it
   int top = lowest;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    if (query + 8 * r >= call.queries) continue;
+    if (query + 8 * r >= item.query_end) continue;
     const float largest = scores.largest(r) * (call.cap > 0 ? 1 : call.scale), lse = rows.lse[r];
     top = max(top, isnan(lse) ? nan : turn(bits<int>(lse == infinity<float>() ? lse : largest)));
   }
@@ -122,8 +122,20 @@ __device__ void write_row_result(const ForwardArguments& args, const RowPlace& p
                            [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; });
 }
 
-// The same results by copies from shared memory, which go on while the warp group does.
+// Stores the first rows of a warp group that are staged in boxes, where the rows after them are not the group's.
 template <class T, class Plan>
+__device__ void store_first_rows(const ForwardArguments& args, const ForwardItem& item, int query, T* output,
+                                 const unsigned char (&boxes)[Plan::value_boxes][kBoxBytes]) {
+  const int columns = args.call.value_size, units = columns / 8;  // of 16 bytes
+  for (int i = threadIdx.x % kWarpGroup; i < (item.query_end - query) * units; i += kWarpGroup) {
+    const int row = i / units, column = i % units * 8;
+    *reinterpret_cast<uint4*>(output + RowPlace(args.call, item, query + row).output(args.call) + column) =
+        *reinterpret_cast<const uint4*>(boxes[column / 64] + place_in_box(row, column % 64 * 2));
+  }
+}
+
+// The same results by copies from shared memory, which go on while the warp group does.
+template <class T, class Plan, ScoreKind kind>
 __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
                               int group, const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
   const bool copies = threadIdx.x % kWarpGroup == 0;
@@ -139,10 +151,17 @@ __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>&
   stage_rows<T, Plan::value_size>(stages[0], value);
   const bool residual = args.results.output_residual;
   if (residual) stage_rows<T, Plan::value_size>(stages[1], [&](int i) { return lost_by_rounding<T>(value(i)); });
+  const int query = item.query + group * Plan::group_queries;
   show_to_copies();
   all.wait();
+  // Copies store nothing past the end of the output, but before it 64 rows.
+  if (may_have_segments<kind> && item.query_end < min(query + 64, args.call.queries)) {
+    const AttentionResults& to = args.results;
+    store_first_rows<T, Plan>(args, item, query, static_cast<T*>(to.output), stages[0]);
+    if (residual) store_first_rows<T, Plan>(args, item, query, static_cast<T*>(to.output_residual), stages[1]);
+    return;
+  }
   if (!copies) return;
-  const int query = item.query + group * Plan::group_queries;
   for (int box = 0; box < Plan::value_boxes; box++) {
     const BoxPlace place{box * 64, item.head, query, item.batch};
     store_box(args.output, place, stages[0][box]);
@@ -151,11 +170,11 @@ __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>&
   commit_stores();
 }
 
-template <class T, class Plan>
+template <class T, class Plan, ScoreKind kind>
 __device__ void write_results(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
                               int group, const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
   if constexpr (ForwardMemory<Plan>::staged)
-    if (!args.results.wide) return store_results<T, Plan>(args, memory, item, group, rows, output);
+    if (!args.results.wide) return store_results<T, Plan, kind>(args, memory, item, group, rows, output);
   const int query = item.query + group * Plan::group_queries + row_of_thread();
   write_row_result<0, T, Plan>(args, {args.call, item, query}, rows.inverse[0], output);
   __syncwarp();  // one after the other, as there are no registers for both

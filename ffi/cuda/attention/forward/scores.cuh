@@ -105,41 +105,55 @@ struct ForwardScores {
   // What the thread has of the weights of a tile, by rows.
   struct Taken {
     float largest[2] = {}, sums[2] = {};
-    bool wrong = false;  // whether the weights are not these: by `weigh_below_cap`
+    float smallest[2] = {};  // and whether the weights are not these: both by `weigh_below_cap`
+    bool wrong = false;
   };
   // Makes weights of scores by the references as they are.
   __device__ Taken weigh(Tile& scores) const {
     return weigh(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)});
   }
   __device__ Taken weigh(Tile& scores, const float (&references)[2]) const {
-    return weigh(scores, references, [&](float score, float reference) { return fmaf(score, args.unit, -reference); });
+    return weigh(scores, references, [&](int i, float reference) { return fmaf(scores[i], args.unit, -reference); });
   }
-  // The same from scores that are not capped yet, if they are far below the cap. It saves exponentials, which are what
-  // takes the longest.
-  __device__ Taken weigh_below_cap(Tile& scores) const {
-    int top = 0;  // of squares, as integers: above all numbers if one is none
-    Taken taken = weigh(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)}, [&](float score, float reference) {
-      const float u = score * args.soft_cap.ratio, square = u * u;
-      top = max(top, bits<int>(square));
-      return fmaf(u, args.soft_cap.factor(square), -reference);
+  // The same from scores that are not capped yet, if they are far enough below the cap for a polynomial. It saves
+  // exponentials, which are what takes the longest. The polynomial rises with the product, so it is the weights that
+  // tell whether one is not.
+  template <int degree>
+  __device__ Taken weigh_below_cap(Tile& scores, const CapPolynomial<degree>& polynomial) const {
+    const float references[2] = {in_base_2(rows[0].from), in_base_2(rows[1].from)};
+    // The compiler would compute all polynomials before the first exponential, if they did not depend on weights.
+    constexpr int ahead = 8;
+    float last = polynomial.terms[degree];
+    Taken taken = weigh<true>(scores, references, [&](int i, float reference) {
+      if (i > 0 && i % ahead == 0) last = fmaf(scores[i - ahead], 0.f, last);
+      return fmaf(scores[i], polynomial.factor(scores[i] * scores[i], last), -reference);
     });
-    taken.wrong = top > bits<int>(SoftCap::far_below * SoftCap::far_below);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float most = exp2_approximately(polynomial.largest - references[r]);
+      const float least = exp2_approximately(-polynomial.largest - references[r]);
+      taken.wrong |= limit(rows[r]) > 0 && !(taken.largest[r] <= most && taken.smallest[r] >= least);
+    }
     return taken;
   }
-  template <class Exponent>
+  // exponent(i, reference) is that of number i.
+  template <bool with_smallest = false, class Exponent>
   __device__ Taken weigh(Tile& scores, const float (&references)[2], Exponent exponent) const {
     Taken taken;
-    int largest[2] = {};  // no weight is negative, so they compare as integers do, of which there are three at a time
+    // No weight is negative, so they compare as integers do, of which there are three at a time.
+    int largest[2] = {}, smallest[2] = {INT32_MAX, INT32_MAX};
 #pragma unroll
     for (int i = 0; i < count; i += 2) {
       const int r = row(i);
-      scores[i] = exp2_approximately(exponent(scores[i], references[r]));
-      scores[i + 1] = exp2_approximately(exponent(scores[i + 1], references[r]));
+      scores[i] = exp2_approximately(exponent(i, references[r]));
+      scores[i + 1] = exp2_approximately(exponent(i + 1, references[r]));
       taken.sums[r] += scores[i] + scores[i + 1];
       largest[r] = __vimax3_s32(largest[r], bits<int>(scores[i]), bits<int>(scores[i + 1]));
+      if (with_smallest) smallest[r] = __vimin3_s32(smallest[r], bits<int>(scores[i]), bits<int>(scores[i + 1]));
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) taken.largest[r] = bits<float>(largest[r]);
+    for (int r = 0; r < 2; r++)
+      taken.largest[r] = bits<float>(largest[r]), taken.smallest[r] = bits<float>(smallest[r]);
     return taken;
   }
   // Whether a weight of the warp's is above the limit of its row, or wrong. The compiler would put exponentials behind

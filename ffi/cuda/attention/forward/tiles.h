@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../anywhere.h"
+#include "../blocks.h"
 #include "../head_sizes.h"
 #include "../score_kind.h"
 
@@ -9,8 +10,8 @@ namespace jaxsoft::cuda {
 
 // How a block works: `groups` warp groups compute, each with 64 queries of one head, and another one copies tiles of
 // `key_tile` keys, and of their values, of which `slots` each are in shared memory. Groups start products in turns, or
-// they are free, and let tiles pass that matter to others alone. The last product of an item may be `joined` with the
-// first of the next one.
+// they are free. Groups that are free let tiles pass that matter to others alone, and so do those in turns if tiles
+// are shorter than the queries of a block. The last product of an item may be `joined` with the first of the next one.
 template <int head_size, int computing_groups, int keys_of_tile, int tiles_in_ring, bool in_turns,
           bool joined_items = false, int size_of_values = head_size>
 struct ForwardPlanOf {
@@ -18,6 +19,7 @@ struct ForwardPlanOf {
   static constexpr int groups = computing_groups, key_tile = keys_of_tile, slots = tiles_in_ring;
   static constexpr bool turns = in_turns, joined = joined_items, continues = false;
   static constexpr int group_queries = 64, queries = groups * group_queries, threads = (groups + 1) * kWarpGroup;
+  static constexpr bool short_tiles = turns && key_tile < queries, parted = !turns || short_tiles;
   // Tiles lie in boxes of 64 columns, which fill the 128 bytes of the swizzle.
   static constexpr int boxes = size / 64, value_boxes = value_size / 64;
   static_assert(size % 64 == 0 && value_size % 64 == 0 && key_tile % 16 == 0 && (groups == 2 || groups == 3));
@@ -50,13 +52,17 @@ struct ForwardPlan<256, 256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 template <int size>
 constexpr int kFewKeys = size == 128 ? 512 : 0;
 
-// What the workspace has, in bytes: a counter, 16; and where there are segments, what keys they leave to each block of
-// queries of each element of the batch, 32.
+// What the workspace has, in bytes: a counter of items, and how many blocks of queries a head has, 16; and where there
+// are segments, for each element of the batch where its blocks of queries begin, 4 for each and two more, and after the
+// next multiple of 8 what keys they leave to each, 40. `blocks` are those of a head, at most.
 struct ForwardSpace {
-  static constexpr int64_t counter = 16, range = 32;
-  int64_t ranges;
-  ForwardSpace(int64_t batch, int64_t blocks) : ranges(batch * blocks) {}
-  int64_t bytes() const { return counter + ranges * range; }
+  static constexpr int64_t counter = 16, range = 40;
+  int64_t blocks, begins, ranges;  // the latter bytes, 0 without segments
+  ForwardSpace(int64_t batch, int64_t queries, int64_t queries_of_block, bool has_segments)
+      : blocks(has_segments ? most_blocks(queries, queries_of_block) : full_blocks(queries, queries_of_block)),
+        begins(has_segments ? (batch * begin_numbers(blocks) * 4 + 7) / 8 * 8 : 0),
+        ranges(has_segments ? batch * blocks * range : 0) {}
+  int64_t bytes() const { return counter + begins + ranges; }
 };
 
 // Calls use(sizes) with the HeadSizes whose plan serves such heads.
