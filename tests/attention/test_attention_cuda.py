@@ -150,7 +150,17 @@ def test_largest_scores(options, size):
 
 
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
-@pytest.mark.parametrize("options", [("segments",), ("segments", "causal"), ("segments", "cap", "sinks")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("segments",),
+        ("segments", "causal"),
+        ("segments", "cap", "sinks"),
+        ("segments", "state"),
+        ("segments", "window"),
+    ],
+    ids=str,
+)
 def test_segments(options, size):
     check(options, SIZES._replace(h=size, d=size))
 
@@ -211,24 +221,27 @@ def test_layouts_of_segments(layout, limits, size):
     query, cotangent = (rng.standard_normal((2, 700, 4, size)).astype(jnp.bfloat16) for _ in range(2))
     key, value = (rng.standard_normal((2, 700, 2, size)).astype(jnp.bfloat16) for _ in range(2))
 
-    def results(implementation, keys, deterministic, cotangent, *operands):
+    def results(implementation, deterministic, ids, cotangent, *operands):
+        """Numbers of segments are operands, so that one program serves all layouts; float64 holds them too."""
+        of_queries, of_keys = (x.astype(jnp.int32) for x in ids)
+
         def attend(*v):
-            given = {"query_segment_ids": pair, "key_value_segment_ids": keys, "deterministic": deterministic} | limits
-            return jaxsoft.dot_product_attention(*v, **given, implementation=implementation)
+            given = {"query_segment_ids": of_queries, "key_value_segment_ids": of_keys, "deterministic": deterministic}
+            return jaxsoft.dot_product_attention(*v, **given, **limits, implementation=implementation)
 
         output, pullback = jax.vjp(attend, *operands)
         return output, *pullback(cotangent.astype(output.dtype))
 
+    run, run_in_any_order = (jax.jit(functools.partial(results, "ffi", same)) for same in (True, False))
     for keys in (pair, np.roll(pair[::-1], 40, axis=1)):
-        run = jax.jit(functools.partial(results, "ffi", keys, True))
-        actual = run(cotangent, query, key, value)
-        in_any_order = jax.jit(functools.partial(results, "ffi", keys, False))(cotangent, query, key, value)
-        expected = in_float64(functools.partial(results, "xla", keys, True), cotangent, query, key, value)
-        for found in (actual, in_any_order):
+        given = (pair, keys), cotangent, query, key, value
+        actual = run(*given)
+        expected = in_float64(functools.partial(results, "xla", True), *given)
+        for found in (actual, run_in_any_order(*given)):
             for name, a, e in zip(("output", "query", "key", "value"), found, expected, strict=True):
                 error = np.linalg.norm(wide(a) - wide(e)) / np.linalg.norm(wide(e))
                 assert error <= ALLOWED[jnp.bfloat16], (name, error)
-        assert same_bits(run(cotangent, query, key, value), actual)
+        assert same_bits(run(*given), actual)
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
@@ -339,25 +352,53 @@ def test_without_the_same_bits(b, t, size):
         assert np.linalg.norm(wide(a) - wide(b)) <= 5e-3 * np.linalg.norm(wide(a))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["all", "packed"])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_pieces_of_several_heads(size, deterministic):
+def test_pieces_of_several_heads(size, deterministic, packed):
     """Of many short sequences a block takes several of the heads that share keys, one after the other. Of few it takes
-    one, and the gradients by keys are sums of what blocks have.
+    one, and the gradients by keys are sums of what blocks have. Where documents are packed, some keys are of none.
     """
     call = case(("causal",), Sizes(b=20, t=700, s=700, n=16, k=4, h=size, d=size), jnp.bfloat16)
+    documents = np.repeat([5, 3, -1, 5, 8], [290, 70, 140, 130, 70]).astype(np.int32)
+    queries = np.stack([np.roll(documents, 31 * i) for i in range(20)])
+    keys = np.where(queries < 0, 9, queries)
 
     @jax.jit
-    def gradients(*operands):
+    def gradients(queries, keys, *operands):
+        given = {"is_causal": True, "implementation": "ffi", "deterministic": deterministic}
+        if packed:
+            given |= {"query_segment_ids": queries, "key_value_segment_ids": keys}
+
         def total(*v):
-            y = jaxsoft.dot_product_attention(*v, is_causal=True, implementation="ffi", deterministic=deterministic)
-            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+            return jnp.sum(jnp.sin(jaxsoft.dot_product_attention(*v, **given).astype(jnp.float32)))
 
         return jax.grad(total, (0, 1, 2))(*operands)
 
-    of_many, of_few = gradients(*call.operands[:3]), gradients(*(x[-2:] for x in call.operands[:3]))
+    given = queries, keys, *call.operands[:3]
+    of_many, of_few = gradients(*given), gradients(*(x[-2:] for x in given))
     for a, b in zip(of_many, of_few, strict=True):
         assert np.linalg.norm(wide(a[-2:]) - wide(b)) <= 3e-3 * np.linalg.norm(wide(b))
+    if packed:
+        assert not any(wide(x)[keys == 9].any() for x in of_many)
+
+
+def test_many_calls_in_one_program():
+    """Packed and not, with gradients, one after the other: also in a CUDA graph, which XLA makes of them, each kernel
+    waits for those before it.
+    """
+    sizes = Sizes(b=2, t=700, s=700, n=4, k=2, h=128, d=128)
+    calls = [case(options, sizes, jnp.bfloat16, "ffi") for options in (("causal",), ("segments", "causal"), ("cap",))]
+
+    def gradients(call, *operands):
+        return jax.grad(lambda *v: jnp.sum(call.ours(*v)[0].astype(jnp.float32) ** 2), (0, 1, 2))(*operands)
+
+    operands = calls[0].operands
+    one_by_one = [jax.jit(functools.partial(gradients, call))(*operands) for call in calls * 2]
+    graph = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+    together = jax.jit(lambda *v: [gradients(call, *v) for call in calls * 2], compiler_options=graph)
+    for _ in range(5):
+        assert same_bits(together(*operands), one_by_one)
 
 
 @pytest.mark.parametrize("options", [("causal", "key lengths"), ()], ids=str)
