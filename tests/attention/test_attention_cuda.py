@@ -173,6 +173,19 @@ def test_soft_caps(causal, cap, size):
     check(causal, SIZES._replace(t=400, s=500, h=size, d=size), logits_soft_cap=cap)
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(("scale", "cap"), [(3e-7, 1000.0), (3e-8, 100.0), (1e15, 100.0), (1e-30, 1e-30), (1e30, 1e3)])
+def test_soft_caps_that_no_polynomial_is_for(scale, cap, size):
+    """As terms of it would not be normal numbers. All scores are those of equal keys, and large."""
+    query, key = (np.full((1, n, 2, size), 60000 if scale < 1 else 2, np.float16) for n in (64, 500))
+    value = np.random.default_rng(0).standard_normal(key.shape).astype(np.float16)
+    given = {"scale": scale, "logits_soft_cap": cap, "implementation": "ffi", "return_residual": True}
+    output, lse = jax.jit(lambda *v: jaxsoft.dot_product_attention(*v, **given))(query, key, value)
+    product = size * float(query[0, 0, 0, 0]) * float(key[0, 0, 0, 0])
+    np.testing.assert_allclose(lse, cap * np.tanh(product * scale / cap) + np.log(500), rtol=1e-5)
+    np.testing.assert_allclose(wide(output)[0], np.broadcast_to(wide(value)[0].mean(0), output.shape[1:]), atol=2e-3)
+
+
 def test_soft_caps_of_many_heads():
     """More work than multiprocessors take at once, of which some is near the cap and some is not: the same bits, in
     whichever order it comes to them.

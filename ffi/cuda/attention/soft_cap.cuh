@@ -11,7 +11,8 @@ namespace jaxsoft::cuda {
 // that err least, relative to tanh(u), for |u| up to a limit. It rises with the product everywhere.
 template <int degree>
 struct CapPolynomial {
-  float largest_square = -1, largest = 0;  // of products that it is for, if any, and of what becomes of them
+  // Of products that it is for, and of what becomes of them. If it is for none, no comparison with these holds.
+  float largest_square = -1, largest = NAN;
   float terms[degree + 1] = {};
   CapPolynomial() = default;
   CapPolynomial(const double (&of_tanh)[degree + 1], double limit, double unit, double ratio) {
@@ -35,7 +36,7 @@ struct CapPolynomial {
 struct SoftCap {
   float cap = 0;    // 0 if there is none
   float ratio = 0;  // u is a product times it
-  // For |u| up to 0.25, with an error of 4.0e-7, and up to 0.65, with one of 1.6e-7.
+  // For |u| up to 0.25, with an error of 4.0e-7 before rounding, and up to 0.65, with one of 1.6e-7.
   CapPolynomial<2> far_below;
   CapPolynomial<4> below;
   SoftCap() = default;
