@@ -18,9 +18,9 @@ struct ForwardArguments {
   int blocks_of_head;  // items of a head; where there are segments, at most
   const int* blocks_found;  // so many they are then
   int items;                // at most
-  // So many heads have their items together, those with the same queries one after the other. Their keys and values fit
-  // the cache.
-  int together;
+  // Heads are in sections, the last of which has those that are left. So many heads have their items together, those
+  // with the same queries one after the other. Their keys and values fit the cache, but for the last section's.
+  int sections, together;
   float unit;          // scores in base 2 are products, or capped scores, times this
   float inverse_unit;  // one over it
   SoftCap soft_cap;    // if there is one
@@ -95,8 +95,9 @@ struct ForwardItem {
     const AttentionCall& call = args.call;
     there = number < blocks * call.batch * call.heads;
     if (!there) return;
-    const int together = number / (blocks * args.together), first = together * args.together;
-    const int heads_together = min(args.together, call.batch * call.heads - first);
+    const int last = args.sections - 1, section = min(number / (blocks * args.together), last);
+    const int first = section * args.together;
+    const int heads_together = section == last ? call.batch * call.heads - first : args.together;
     number -= first * blocks;
     // Under a causal rule the last queries have most keys. They come first, so that what comes last is short.
     const int block = blocks - 1 - number / heads_together, of_batch = first + number % heads_together;

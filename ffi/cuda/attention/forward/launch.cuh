@@ -11,6 +11,9 @@ namespace jaxsoft::cuda {
 
 // Heads have their items together while their keys and values have no more bytes than this: the cache keeps them.
 constexpr int64_t kBytesTogether = 24 << 20;
+// But the last section has two times as many heads, and those that are left. Of a section the longest items come first,
+// so of a short one they would come late, and multiprocessors would wait for them at the end.
+constexpr int64_t kSectionsOfLast = 2;
 
 template <class T, class Plan, ScoreKind kind>
 cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBefore& before,
@@ -40,11 +43,12 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   const int64_t rows = heads * call.queries;
   if (std::max<int64_t>({items, rows, call.queries, call.keys}) >= 1 << 30) return cudaErrorInvalidValue;
   args.blocks_of_head = static_cast<int>(space.blocks), args.items = static_cast<int>(items);
-  args.together = 1;
+  args.together = 1, args.sections = static_cast<int>(heads);
   if (kind != ScoreKind::plain) {
     const int64_t of_head = int64_t(call.keys) * (call.size + call.value_size) * sizeof(T);
     const int64_t key_heads = std::max<int64_t>(kBytesTogether / of_head, 1);
     args.together = static_cast<int>(std::min(key_heads * (call.heads / call.key_heads), heads));
+    args.sections = static_cast<int>(std::max<int64_t>(heads / args.together - kSectionsOfLast + 1, 1));
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
   args.inverse_unit = 1 / args.unit;
