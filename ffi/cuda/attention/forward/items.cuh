@@ -18,8 +18,8 @@ struct ForwardArguments {
   int blocks_of_head;  // items of a head; where there are segments, at most
   const int* blocks_found;  // so many they are then
   int items;                // at most
-  // Heads are in sections, the last of which has those that are left. So many heads have their items together, those
-  // with the same queries one after the other. Their keys and values fit the cache, but for the last section's.
+  // Heads are in sections, which have their items together, those with the same queries one after the other. Each has
+  // as many heads, but for the last, which has those that are left.
   int sections, together;
   float unit;          // scores in base 2 are products, or capped scores, times this
   float inverse_unit;  // one over it
