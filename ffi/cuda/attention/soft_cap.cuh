@@ -11,7 +11,7 @@ namespace jaxsoft::cuda {
 // that err least, relative to tanh(u), for |u| up to a limit. It rises with the product everywhere.
 template <int degree>
 struct CapPolynomial {
-  // Of products that it is for, and of what becomes of them. If it is for none, no comparison with these holds.
+  // Of products that it is for, and of what becomes of them. If it is for none, all products are beyond.
   float largest_square = -1, largest = NAN;
   float terms[degree + 1] = {};
   CapPolynomial() = default;

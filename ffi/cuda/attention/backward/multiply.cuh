@@ -151,7 +151,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size,
       // its way.
       float slopes[count];
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-      // No branch is in the way of most tiles.
+      // So this product stands in both branches.
       if (near_cap) {
         weigh_near_cap<T>(scores, weights, numbers, call.soft_cap);
         multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);

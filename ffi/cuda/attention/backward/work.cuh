@@ -199,7 +199,7 @@ struct BackwardWork {
   int last_tile;     // of all, if they are counted from there, as `tiles` are in a reversed turn; else 0
   AttentionLimits limits;
   QueryTiles tiles, tiles_before;  // the latter those of `before_block`
-  // If the call has segments: else only the block's keys are known, and the rest is 0.
+  // What segments leave to the block. Of a call without any its keys alone are known, and the rest is 0.
   std::conditional_t<may_be_segmented, KeysOfSegments, NoSegments> segments;
 
   __device__ void set(const BackwardCall& call, unsigned piece) {

@@ -19,7 +19,7 @@ struct ForwardArguments {
   const int* blocks_found;  // so many they are then
   int items;                // at most
   // Heads are in sections, which have their items together, those with the same queries one after the other. Each has
-  // as many heads, but for the last, which has those that are left.
+  // as many heads, but for the last, which has all others.
   int sections, together;
   float unit;          // scores in base 2 are products, or capped scores, times this
   float inverse_unit;  // one over it

@@ -9,12 +9,12 @@
 
 namespace jaxsoft::cuda {
 
-// Heads have their items together while their keys and values have no more bytes than this: the cache keeps them. The
-// last section may have twice as many. Of a section the longest items come first, so of one of few heads they would
-// come late, and multiprocessors would wait for them at the end. Where there are segments, items that are computed at
-// the same time read a part of the keys of each head: as is assumed, one in `kPartsOfPacked`. (H200, heads of 256,
-// causal, equal sections, and a last one that is longer: 606 and 627 TFLOP/s at 2K, 719 and 756 at 8K. A last one with
-// three times as many bytes: 617 and 744.)
+// Heads are in sections, whose items are taken together, the longest first (items.cuh). The keys and values of a
+// section have no more bytes than this, if it has several key heads, so that the cache keeps them. Those of the last
+// one may have twice as many: with few heads, its longest items would start late, and multiprocessors would wait for
+// them at the end. Where there are segments, what is computed at the same time reads a part of a head's keys: a quarter
+// is assumed. (H200, heads of 256, causal, equal sections, and a last one that is longer: 606 and 627 TFLOP/s at 2K,
+// 719 and 756 at 8K. A last one with three times as many bytes: 617 and 744.)
 constexpr int64_t kBytesTogether = 24 << 20, kPartsOfPacked = 4;
 
 template <class T, class Plan, ScoreKind kind>
@@ -54,7 +54,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
     };
     const int64_t together = heads_of(kBytesTogether), of_last = heads_of(2 * kBytesTogether);
     args.together = static_cast<int>(together);
-    args.sections = static_cast<int>((heads - of_last + together - 1) / together + 1);
+    args.sections = static_cast<int>(full_blocks(heads - of_last, together) + 1);
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
   args.inverse_unit = 1 / args.unit;
