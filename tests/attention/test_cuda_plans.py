@@ -144,18 +144,19 @@ def test_workspaces_of_gradients():
         expected = gradient_sums(call, parts(call.keys, 128), parts(call.queries, of_tile(call)))
         assert call.workspace(132) == call.workspace(78) == expected, call
         blocks, tiles = most(call.keys, 128), most(call.queries, of_tile(call))
-        of_segments = call.batch * ((40 + 16 + 4) * blocks + 4 * (blocks + 2 + tiles + 2) + tiles)
+        of_segments = call.batch * ((40 + 16 + 4) * blocks + 4 * (blocks + 3 + tiles + 3) + tiles)
         segmented = dataclasses.replace(call, extras="query_segments,key_segments")
         assert segmented.workspace(132) == gradient_sums(call, blocks, tiles) + of_segments, call
 
 
 def test_workspaces_of_many_queries():
-    """A counter, and what keys segments leave to each block of queries."""
+    """A counter; and what keys segments leave to each block of queries, and where blocks of both begin."""
     for call in random_sizes("attention_forward", (None, 8, 72)):
         assert call.workspace(132) == 16
-        blocks = most(call.queries, 192 if max(call.size, call.value_size or 0) <= 64 else 128)
+        of_block = 192 if max(call.size, call.value_size or 0) <= 64 else 128
+        blocks, key_blocks = most(call.queries, of_block), most(call.keys, of_block)
         segmented = dataclasses.replace(call, extras="query_segments,key_segments")
-        expected = 16 + multiple(4 * call.batch * (blocks + 2), 8) + 40 * call.batch * blocks
+        expected = 16 + call.batch * (40 * blocks + 4 * (blocks + 3 + key_blocks + 3))
         assert segmented.workspace(132) == expected, call
 
 

@@ -19,13 +19,15 @@ struct Segments {
 };
 
 // Where the blocks of each sequence begin, ascending: (B, begin_numbers(most)). Where there are fewer than `most`, the
-// last ones are empty, and begin at the end, as one after the last does. Then comes how many are not empty.
+// last ones are empty, and begin at the end, as one after the last does. Then comes how many are not empty, and whether
+// each has elements of one segment only.
 struct BlockBegins {
   int* data = nullptr;
   int size = 0;  // elements of a block, at most
   int most = 0;
   __device__ int* of(int batch) const { return data + batch * begin_numbers(most); }
   __device__ int& count(int batch) const { return of(batch)[most + 1]; }
+  __device__ int& of_one_segment(int batch) const { return of(batch)[most + 2]; }
   __device__ ElementRange block(int batch, int number) const { return {of(batch)[number], of(batch)[number + 1]}; }
 };
 
@@ -131,17 +133,15 @@ __global__ void __launch_bounds__(threads, 1)
     begin_at_multiples(begins, blockIdx.x, count);
   }
   if (threadIdx.x != 0) return;
-  begins.count(blockIdx.x) = of_blocks;
+  begins.count(blockIdx.x) = of_blocks, begins.of_one_segment(blockIdx.x) = by_pieces;
   if (counter && blockIdx.x + blockIdx.y == 0) *counter = 0;
 }
 
-// Both divisions, the second of which may be none.
 inline cudaError_t launch_find_blocks(int batch, const Segments& first, const BlockBegins& of_first,
                                       const Segments& second, const BlockBegins& of_second,
                                       unsigned long long* counter, cudaStream_t stream) {
   constexpr int threads = 1024;
-  const dim3 sequences(batch, of_second.data ? 2 : 1);
-  find_blocks<threads><<<sequences, threads, 0, stream>>>(first, of_first, second, of_second, counter);
+  find_blocks<threads><<<dim3(batch, 2), threads, 0, stream>>>(first, of_first, second, of_second, counter);
   return cudaGetLastError();
 }
 

@@ -17,6 +17,6 @@ JAXSOFT_ANYWHERE constexpr int64_t most_blocks(int64_t count, int64_t size) {
 }
 
 // Numbers that say where the blocks of a sequence begin (BlockBegins).
-JAXSOFT_ANYWHERE constexpr int64_t begin_numbers(int64_t most) { return most + 2; }
+JAXSOFT_ANYWHERE constexpr int64_t begin_numbers(int64_t most) { return most + 3; }
 
 }  // namespace jaxsoft::cuda

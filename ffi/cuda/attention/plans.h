@@ -48,7 +48,7 @@ inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
   if (call.is("attention_forward"))
     return with_forward_plan<cuda::ScoreKind::segmented>(call, [&](auto plan) {
       constexpr int64_t queries = decltype(plan)::queries;
-      return cuda::ForwardSpace(call.batch, call.queries, queries, call.has("segments")).bytes();
+      return cuda::ForwardSpace(call.batch, call.queries, call.keys, queries, call.has("segments")).bytes();
     });
   if (call.is("attention_backward"))
     return cuda::with_backward_size(call.size, call.value_size, [&](auto size) {

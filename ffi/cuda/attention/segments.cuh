@@ -47,7 +47,9 @@ class SomeNumbers {
 // Where the elements are that a thread has found, in ascending order.
 struct FoundByThread {
   int first = INT32_MAX, last = -1, count = 0;
-  __device__ void add(int i) { first = min(first, i), last = i, count++; }
+  __device__ void add(const ElementRange& range) {
+    first = min(first, range.begin), last = range.end - 1, count += range.end - range.begin;
+  }
 };
 // The same for a block of threads.
 class Found {
@@ -67,11 +69,12 @@ class Found {
   int first_, last_, count_;
 };
 
-// A block of threads for each block of elements. They are many, as each goes over all others.
+// A block of threads for each block of elements. It goes over all others: over their blocks, where each of these has
+// elements of one segment only.
 template <int threads>
 __global__ void __launch_bounds__(threads)
-    find_segment_ranges(const Segments own, const Segments others, const BlockBegins blocks, SegmentRange* ranges,
-                        int* most_found) {
+    find_segment_ranges(const Segments own, const BlockBegins blocks, const Segments others,
+                        const BlockBegins other_blocks, SegmentRange* ranges, int* most_found) {
   let_next_kernel_start();
   wait_for_last_kernel();  // which finds the blocks
   if (most_found && blockIdx.x == 0 && threadIdx.x < 32) {
@@ -102,13 +105,20 @@ __global__ void __launch_bounds__(threads)
   for (int i = max(begin, split) + threadIdx.x; i < end; i += threads)
     if (numbers[i] != last_number) more = 1;
   FoundByThread any, first, last;
+  auto see = [&](int number, const ElementRange& where) {
+    if (!some.may_have(number)) return;
+    any.add(where);
+    if (number == first_number) first.add(where);
+    if (number == last_number) last.add(where);
+  };
+  if (other_blocks.of_one_segment(batch)) {
+    for (int i = threadIdx.x; i < other_blocks.count(batch); i += threads) {
+      const ElementRange other = other_blocks.block(batch, i);
+      see(other_numbers[other.begin], other);
+    }
+  } else {
 #pragma unroll 8
-  for (int i = threadIdx.x; i < others.count; i += threads) {
-    const int number = other_numbers[i];
-    if (!some.may_have(number)) continue;
-    any.add(i);
-    if (number == first_number) first.add(i);
-    if (number == last_number) last.add(i);
+    for (int i = threadIdx.x; i < others.count; i += threads) see(other_numbers[i], {i, i + 1});
   }
   all.add(any), of_first.add(first), of_last.add(last);
   __syncthreads();
@@ -121,16 +131,17 @@ __global__ void __launch_bounds__(threads)
 }
 
 // Finds the ranges of `others` for blocks of `own`: (B, most blocks); and if it is wanted, how many blocks that are not
-// empty a sequence has at most. The launch before is that of find_blocks.
-inline cudaError_t launch_segment_ranges(const Segments& own, const Segments& others, int batch,
-                                         const BlockBegins& blocks, SegmentRange* ranges, int* most_found,
-                                         cudaStream_t stream) {
-  constexpr int threads = 1024;
+// empty a sequence has at most. The launch before is that of find_blocks, for both.
+inline cudaError_t launch_segment_ranges(int batch, const Segments& own, const BlockBegins& blocks,
+                                         const Segments& others, const BlockBegins& other_blocks, SegmentRange* ranges,
+                                         int* most_found, cudaStream_t stream) {
+  constexpr int threads = 256;
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
   config.gridDim = blocks.most * batch, config.blockDim = threads, config.stream = stream;
   config.attrs = &attribute, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, find_segment_ranges<threads>, own, others, blocks, ranges, most_found);
+  return cudaLaunchKernelEx(&config, find_segment_ranges<threads>, own, blocks, others, other_blocks, ranges,
+                            most_found);
 }
 
 }  // namespace jaxsoft::cuda

@@ -185,12 +185,10 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   if (auto e = launch_find_blocks(given.batch, call.key_segments, call.key_begins, call.query_segments,
                                   call.query_begins, nullptr, stream))
     return e;
-  if (auto e = launch_segment_ranges(call.key_segments, call.query_segments, given.batch, call.key_begins,
-                                     call.segments, nullptr, stream))
+  if (auto e = launch_segment_ranges(given.batch, call.key_segments, call.key_begins, call.query_segments,
+                                     call.query_begins, call.segments, nullptr, stream))
     return e;
-  constexpr int threads = 1024;
-  find_tile_ranges<size, threads><<<given.batch, threads, 0, stream>>>(call);
-  return cudaGetLastError();
+  return launch_tile_ranges<size>(call, stream);
 }
 
 template <class T, int size>

@@ -45,6 +45,7 @@ __device__ inline int find_tile(const int* begins, int tiles, int query) {
 // of the batch.
 template <int size, int threads>
 __global__ void __launch_bounds__(threads, 1) find_tile_ranges(const __grid_constant__ BackwardCall call) {
+  wait_for_last_kernel();  // which finds what counts for blocks
   constexpr int queries = BackwardPlan<size>::queries;
   __shared__ int carry[32], by_pieces;
   const int batch = blockIdx.x, blocks = call.key_blocks;
@@ -153,6 +154,17 @@ __global__ void __launch_bounds__(threads, 1) find_tile_ranges(const __grid_cons
   __syncthreads();
   for (int i = threadIdx.x / 32; i < blocks; i += threads / 32)
     for (int tile = tiles[i].tiles.begin + threadIdx.x % 32; tile < tiles[i].tiles.end; tile += 32) met[tile] = true;
+}
+
+// The launch before is that of find_segment_ranges.
+template <int size>
+cudaError_t launch_tile_ranges(const BackwardCall& call, cudaStream_t stream) {
+  constexpr int threads = 1024;
+  cudaLaunchAttribute attribute = overlapping();
+  cudaLaunchConfig_t config{};
+  config.gridDim = call.batch, config.blockDim = threads, config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, find_tile_ranges<size, threads>, call);
 }
 
 }  // namespace jaxsoft::cuda

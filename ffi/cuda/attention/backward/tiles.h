@@ -111,7 +111,7 @@ struct SumsTile {
 //   element of the padded head;
 //   where there are segments, for each element of the batch, of each block of keys what queries they leave to it, 40,
 //   its tiles of queries, 16, and which block is taken when, 4; where blocks of keys and tiles of queries begin, 4 for
-//   each and two more; and whether a tile of queries is among those of any block, 1.
+//   each and three more; and whether a tile of queries is among those of any block, 1.
 template <int size>
 struct BackwardSpace {
   using Plan = BackwardPlan<size>;

@@ -12,10 +12,12 @@ namespace jaxsoft::cuda {
 // Heads are in sections, whose items are taken together, the longest first (items.cuh). The keys and values of a
 // section have no more bytes than this, if it has several key heads, so that the cache keeps them. Those of the last
 // one may have twice as many: with few heads, its longest items would start late, and multiprocessors would wait for
-// them at the end. Where there are segments, what is computed at the same time reads a part of a head's keys: a quarter
-// is assumed. (H200, heads of 256, causal, equal sections, and a last one that is longer: 606 and 627 TFLOP/s at 2K,
-// 719 and 756 at 8K. A last one with three times as many bytes: 617 and 744.)
-constexpr int64_t kBytesTogether = 24 << 20, kPartsOfPacked = 4;
+// them at the end. (H200, heads of 256, causal, equal sections, and a last one that is longer: 606 and 627 TFLOP/s at
+// 2K, 719 and 756 at 8K. A last one with three times as many bytes: 617 and 744.) Where there are segments, what is
+// computed at the same time reads a part of the keys, so a section may always have some heads. (H200, heads of 128: 4
+// documents in 32K, causal, sections of 1 and 6 heads, 3117 and 2991 us; 8 documents in 8K, of 6 and 24 heads, causal
+// 426 and 440 us, else 702 and 751 us.)
+constexpr int64_t kBytesTogether = 24 << 20, kPackedHeads = 6;
 
 template <class T, class Plan, ScoreKind kind>
 cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBefore& before,
@@ -39,7 +41,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
       if (auto e = of_queries(&args.output_residual, results.output_residual, call.value_size)) return e;
   }
   const int64_t heads = int64_t(call.batch) * call.heads;
-  const ForwardSpace space(call.batch, call.queries, Plan::queries, call.query_segments);
+  const ForwardSpace space(call.batch, call.queries, call.keys, Plan::queries, call.query_segments);
   const int64_t items = heads * space.blocks;
   // Sums of these and of tiles are 32 bits wide, and the places of rows.
   const int64_t rows = heads * call.queries;
@@ -47,12 +49,13 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   args.blocks_of_head = static_cast<int>(space.blocks), args.items = static_cast<int>(items);
   args.together = 1, args.sections = static_cast<int>(heads);
   if (kind != ScoreKind::plain) {
-    const int64_t of_head = int64_t(call.keys) * (call.size + call.value_size) * sizeof(T);
-    const int64_t read = std::max<int64_t>(of_head / (call.query_segments ? kPartsOfPacked : 1), 1);
-    auto heads_of = [&](int64_t bytes) {
-      return std::min(std::max<int64_t>(bytes / read, 1) * (call.heads / call.key_heads), heads);
+    const int64_t of_head = std::max<int64_t>(int64_t(call.keys) * (call.size + call.value_size) * sizeof(T), 1);
+    const int64_t some = call.query_segments ? kPackedHeads : 0;
+    auto heads_of = [&](int sections) {
+      const int64_t key_heads = std::max<int64_t>({sections * kBytesTogether / of_head, sections * some, 1});
+      return std::min(key_heads * (call.heads / call.key_heads), heads);
     };
-    const int64_t together = heads_of(kBytesTogether), of_last = heads_of(2 * kBytesTogether);
+    const int64_t together = heads_of(1), of_last = heads_of(2);
     args.together = static_cast<int>(together);
     args.sections = static_cast<int>(full_blocks(heads - of_last, together) + 1);
   }
@@ -61,16 +64,25 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   if (call.cap > 0) args.soft_cap = SoftCap(call.cap, call.scale, call.cap * kLog2E);
   if (call.query_segments) {
     if (call.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
-    auto* const space_begin = static_cast<unsigned char*>(call.workspace);
-    auto* const found = reinterpret_cast<int*>(space_begin + sizeof *args.counter);
-    const BlockBegins begins{reinterpret_cast<int*>(space_begin + space.counter), Plan::queries, args.blocks_of_head};
-    auto* const ranges = reinterpret_cast<SegmentRange*>(space_begin + space.counter + space.begins);
-    const Segments of_queries{call.query_segments, call.segment_steps[0], call.queries};
-    const Segments of_keys{call.key_segments, call.segment_steps[1], call.keys};
+    auto* place = static_cast<unsigned char*>(call.workspace);
+    auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
+    auto* const counter = take(space.counter);
+    auto* const found = reinterpret_cast<int*>(counter + sizeof *args.counter);
+    auto* const ranges = reinterpret_cast<SegmentRange*>(take(space.ranges));
+    auto* const begins = reinterpret_cast<int*>(take(space.begins));
+    auto* const key_begins = reinterpret_cast<int*>(take(space.key_begins));
+    const BlockBegins of_queries{begins, Plan::queries, args.blocks_of_head};
+    const BlockBegins of_keys{key_begins, Plan::queries, static_cast<int>(space.key_blocks)};
+    const Segments query_segments{call.query_segments, call.segment_steps[0], call.queries};
+    const Segments key_segments{call.key_segments, call.segment_steps[1], call.keys};
     args.segments = ranges, args.blocks_found = found;
-    args.counter = reinterpret_cast<unsigned long long*>(space_begin);
-    if (auto e = launch_find_blocks(call.batch, of_queries, begins, {}, {}, args.counter, stream)) return e;
-    if (auto e = launch_segment_ranges(of_queries, of_keys, call.batch, begins, ranges, found, stream)) return e;
+    args.counter = reinterpret_cast<unsigned long long*>(counter);
+    if (auto e = launch_find_blocks(call.batch, query_segments, of_queries, key_segments, of_keys, args.counter,
+                                    stream))
+      return e;
+    if (auto e = launch_segment_ranges(call.batch, query_segments, of_queries, key_segments, of_keys, ranges, found,
+                                       stream))
+      return e;
   }
   // Results in f32 are those of some of the keys: others come from other devices meanwhile, by kernels that need
   // multiprocessors. They get none from blocks that stay until all is done: on an H200 a message waited for the end of

@@ -53,16 +53,19 @@ template <int size>
 constexpr int kFewKeys = size == 128 ? 512 : 0;
 
 // What the workspace has, in bytes: a counter of items, and how many blocks of queries a head has, 16; and where there
-// are segments, for each element of the batch where its blocks of queries begin, 4 for each and two more, and after the
-// next multiple of 8 what keys they leave to each, 40. `blocks` are those of a head, at most.
+// are segments, for each element of the batch what keys they leave to each block of queries, 40, and where blocks of
+// queries and of as many keys begin, 4 for each and three more. `blocks` are those of queries of a head, at most.
 struct ForwardSpace {
-  static constexpr int64_t counter = 16, range = 40;
-  int64_t blocks, begins, ranges;  // the latter bytes, 0 without segments
-  ForwardSpace(int64_t batch, int64_t queries, int64_t queries_of_block, bool has_segments)
+  static constexpr int64_t counter = 16;
+  int64_t blocks, key_blocks;
+  int64_t ranges, begins, key_begins;  // bytes, 0 without segments
+  ForwardSpace(int64_t batch, int64_t queries, int64_t keys, int64_t queries_of_block, bool has_segments)
       : blocks(has_segments ? most_blocks(queries, queries_of_block) : full_blocks(queries, queries_of_block)),
-        begins(has_segments ? (batch * begin_numbers(blocks) * 4 + 7) / 8 * 8 : 0),
-        ranges(has_segments ? batch * blocks * range : 0) {}
-  int64_t bytes() const { return counter + begins + ranges; }
+        key_blocks(has_segments ? most_blocks(keys, queries_of_block) : 0),
+        ranges(has_segments ? batch * blocks * 40 : 0),
+        begins(has_segments ? batch * begin_numbers(blocks) * 4 : 0),
+        key_begins(has_segments ? batch * begin_numbers(key_blocks) * 4 : 0) {}
+  int64_t bytes() const { return counter + ranges + begins + key_begins; }
 };
 
 // Calls use(sizes) with the HeadSizes whose plan serves such heads.
