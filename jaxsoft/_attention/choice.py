@@ -193,8 +193,8 @@ _PALLAS_UP_TO = {
 
 # The lengths from which on the CUDA kernels are the fastest, by the generation and the sizes of heads, of keys and of
 # values, with as many queries as keys, whether gradients have the same bits on every run or not. By the same record:
-# where these say so, the CUDA kernels are 1.08 to 1.30 times as fast as cuDNN forward, and 1.12 to 1.43 times with
-# gradients, and nowhere more than 0.5 % behind Pallas. cuDNN does not take values of another size.
+# where these say so, the CUDA kernels are 1.10 to 1.29 times as fast as cuDNN forward, and 1.11 to 1.45 times with
+# gradients, and nowhere behind Pallas. cuDNN does not take values of another size.
 _FFI_FROM = {
     Generation.HOPPER: {
         (64, 64): _Lengths((2048, 4096), (512, 512)),
