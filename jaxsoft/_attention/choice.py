@@ -193,7 +193,7 @@ _PALLAS_UP_TO = {
 
 # The lengths from which on the CUDA kernels are the fastest, by the generation and the sizes of heads, of keys and of
 # values, with as many queries as keys, whether gradients have the same bits on every run or not. By the same record:
-# where these say so, the CUDA kernels are 1.10 to 1.29 times as fast as cuDNN forward, and 1.11 to 1.45 times with
+# where these say so, the CUDA kernels are 1.11 to 1.29 times as fast as cuDNN forward, and 1.11 to 1.44 times with
 # gradients, and nowhere behind Pallas. cuDNN does not take values of another size.
 _FFI_FROM = {
     Generation.HOPPER: {

@@ -14,9 +14,9 @@ namespace jaxsoft::cuda {
 // one may have twice as many: with few heads, its longest items would start late, and multiprocessors would wait for
 // them at the end. (H200, heads of 256, causal, equal sections, and a last one that is longer: 606 and 627 TFLOP/s at
 // 2K, 719 and 756 at 8K. A last one with three times as many bytes: 617 and 744.) Where there are segments, what is
-// computed at the same time reads a part of the keys, so a section may always have some heads. (H200, heads of 128: 4
-// documents in 32K, causal, sections of 1 and 6 heads, 3117 and 2991 us; 8 documents in 8K, of 6 and 24 heads, causal
-// 426 and 440 us, else 702 and 751 us.)
+// computed at the same time reads a part of the keys, so a section has at least `kPackedHeads` key heads, and the last
+// one twice as many, if there are so many. (H200, heads of 128: 4 documents in 32K, causal, sections of 1 and 6 heads,
+// 3117 and 2991 us; 8 documents in 8K, of 6 and 24 heads, causal 426 and 440 us, else 702 and 751 us.)
 constexpr int64_t kBytesTogether = 24 << 20, kPackedHeads = 6;
 
 template <class T, class Plan, ScoreKind kind>
