@@ -411,6 +411,15 @@ def test_the_fastest_with_the_cuda_kernels(length, size, forward, backward, dete
 
 
 @pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(("length", "asked"), [(8192, True), (8192, False), (32768, True), (32768, False)])
+def test_gradients_in_any_order(length, asked):
+    """The CUDA kernel adds in any order where that is allowed, and faster."""
+    attend = functools.partial(jaxsoft.dot_product_attention, is_causal=True, deterministic=asked)
+    (backward,) = re.findall(r"@jaxsoft_attention_backward.*", lowered(gradients(attend), (1, length, 2, 256)))
+    assert re.findall(r"deterministic = (\w+)", backward) == [str(asked or length == 8192).lower()]
+
+
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("length", [512, 8192])
 def test_values_of_another_size(length):
     """Many queries, and gradients, go to the CUDA kernels, and few queries elsewhere."""

@@ -15,11 +15,18 @@ from common import ATTENTION_IMPLEMENTATIONS, same_bits
 from truth import in_float64, wide
 
 import jaxsoft
+from jaxsoft._attention import ffi
 
 pytestmark = pytest.mark.skipif("ffi" not in ATTENTION_IMPLEMENTATIONS, reason="no CUDA kernels for attention")
 SIZES = Sizes(b=2, t=200, s=331, n=4, k=2, h=64, d=64)
 # Errors of the norm, by the dtype: of weights that are rounded, and of results that are.
 ALLOWED = {jnp.bfloat16: 8e-3, jnp.float16: 1.5e-3}
+
+
+@pytest.fixture(autouse=True)
+def any_order(monkeypatch):
+    """Where the same bits are not asked for, blocks of keys do not wait for each other, in short sequences too."""
+    monkeypatch.setattr(ffi, "_ANY_ORDER_FROM", 0)
 
 
 def check(options, sizes=SIZES, dtype=jnp.bfloat16, **more):
