@@ -69,10 +69,10 @@ def implementations(case: Case) -> list[str]:
     of_jax = [] if case.extra in ("cap", "sinks") else ["cudnn", "xla"]  # which jax.nn has not
     if CPU:
         return [*of_jax[1:], "jaxsoft"]
-    own = ["jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas"]
+    own = ["jaxsoft", "deterministic=False", "ffi", "pallas"]
     names = [*of_jax, *flash_attention.peers(case), *own]
     if not case.gradients or case.extra:  # where it makes no difference
-        names = [name for name in names if "deterministic=False" not in name]
+        names = [name for name in names if name != "deterministic=False"]
     # What stores all scores takes long where these are many, so one size of heads has to do.
     if case.group in ("extras", "training") or (case.length > 2048 and case.size != 128):
         names = [name for name in names if name != "xla"]
@@ -86,9 +86,8 @@ def function(case: Case, name: str) -> Callable:
     static = options(case)
 
     def own(query, key, value, extra):
-        by_name = name.split(",")[0]
-        chosen: dict = {"implementation": by_name} if by_name in ("ffi", "pallas") else {}
-        if "deterministic=False" in name:
+        chosen: dict = {"implementation": name} if name in ("ffi", "pallas") else {}
+        if name == "deterministic=False":
             chosen["deterministic"] = False
         extra = dict(extra)
         if "segment_ids" in extra:

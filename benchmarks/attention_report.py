@@ -7,7 +7,7 @@ from columns import Column, among, each, number, over_fastest, table
 from records import OF_ATTENTION, faster, load, peer, rate
 from report import circumstances, tabs
 
-ORDER = (*OF_ATTENTION, "jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas")
+ORDER = (*OF_ATTENTION, "jaxsoft", "deterministic=False", "ffi", "pallas")
 CHOICES = ("jaxsoft", "deterministic=False")  # which are jaxsoft's own
 CLOSE = 0.02  # behind by so much, which two runs of the same program may differ by
 IN_WORDS = {"cudnn": "cuDNN", "xla": "XLA"} | {name: name.partition(",")[0] for name in OF_ATTENTION[2:]}

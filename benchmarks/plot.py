@@ -29,7 +29,6 @@ COLOURS = {
     "xla": ("#c8324b", "#f2798b"),
     "deterministic=False": ("#7b4fa3", "#bd9be0"),
     "ffi": ("#0f7f86", "#62c5cb"),
-    "ffi, deterministic=False": ("#8a5a3c", "#d0a282"),
     "FlashAttention-3": ("#c2571a", "#f0a06a"),
     "FlashAttention-4": ("#a8327d", "#ec8cc4"),
     "FlashAttention-4, deterministic=True": ("#75751f", "#c6c65a"),

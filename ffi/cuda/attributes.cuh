@@ -1,7 +1,9 @@
-// Attributes with which kernels are launched.
+// Attributes with which kernels are launched, and a launch with the most frequent of them.
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include <cstddef>
 
 namespace jaxsoft::cuda {
 
@@ -27,6 +29,15 @@ inline cudaLaunchAttribute overlapping() {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   return attribute;
+}
+
+// Launches a kernel that may overlap the launch before, if it `overlaps`.
+template <class... Taken, class... Given>
+cudaError_t launch_kernel(void (*kernel)(Taken...), dim3 blocks, dim3 threads, size_t shared_bytes,
+                          cudaStream_t stream, bool overlaps, const Given&... given) {
+  cudaLaunchAttribute attribute = overlapping();
+  const cudaLaunchConfig_t config{blocks, threads, shared_bytes, stream, &attribute, overlaps};
+  return cudaLaunchKernelEx(&config, kernel, given...);
 }
 
 }  // namespace jaxsoft::cuda

@@ -51,6 +51,17 @@ struct AttentionCall {
 };
 // --8<-- [end:call]
 
+// Divides a workspace: gives away one array after the other.
+struct WorkspaceDivision {
+  unsigned char* next;
+  explicit WorkspaceDivision(void* workspace) : next(static_cast<unsigned char*>(workspace)) {}
+  template <class T>
+  T* take(int64_t bytes) {
+    next += bytes;
+    return reinterpret_cast<T*>(next - bytes);
+  }
+};
+
 // The results of a call.
 struct AttentionResults {
   void* output = nullptr;           // (B, T, N, D): in f32 if `wide`, else in the dtype of queries

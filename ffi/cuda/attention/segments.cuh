@@ -136,12 +136,8 @@ inline cudaError_t launch_segment_ranges(int batch, const Segments& own, const B
                                          const Segments& others, const BlockBegins& other_blocks, SegmentRange* ranges,
                                          int* most_found, cudaStream_t stream) {
   constexpr int threads = 256;
-  cudaLaunchAttribute attribute = overlapping();
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks.most * batch, config.blockDim = threads, config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, find_segment_ranges<threads>, own, blocks, others, other_blocks, ranges,
-                            most_found);
+  return launch_kernel(find_segment_ranges<threads>, blocks.most * batch, threads, 0, stream, true, own, blocks, others,
+                       other_blocks, ranges, most_found);
 }
 
 }  // namespace jaxsoft::cuda

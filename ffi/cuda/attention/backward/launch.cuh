@@ -109,8 +109,8 @@ cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradient
   config.stream = stream, config.attrs = attributes, config.numAttrs = Plan::blocks > 1 ? 2 : 1;
   config.gridDim = at_once * Plan::blocks, config.blockDim = Shared::threads, config.dynamicSmemBytes = bytes;
   if (auto e = cudaLaunchKernelEx(&config, kernel, ordered)) return e;
-  config.numAttrs = 1, config.gridDim = heads * call.query_tiles, config.blockDim = 256, config.dynamicSmemBytes = 0;
-  return cudaLaunchKernelEx(&config, wide ? store_sums<T, size> : round_sums<T, size>, call);
+  return launch_kernel(wide ? store_sums<T, size> : round_sums<T, size>, heads * call.query_tiles, 256, 0, stream, true,
+                       call);
 }
 
 template <class T, int size, ScoreKind kind>
@@ -158,29 +158,27 @@ cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, con
   call.turns = static_cast<int>(space.heads / call.heads_of_piece);
   call.pieces = static_cast<unsigned>(call.turns) * call.key_blocks;
 
-  auto* place = static_cast<unsigned char*>(given.workspace);
-  auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
-  call.counter = reinterpret_cast<unsigned long long*>(take(space.counter));
-  call.added = reinterpret_cast<unsigned*>(take(space.of_heads));
-  call.cleared = reinterpret_cast<unsigned*>(take(space.of_heads));
-  call.ends = reinterpret_cast<int2*>(take(space.ends));
-  call.summed = reinterpret_cast<unsigned*>(take(space.summed));
-  place = static_cast<unsigned char*>(given.workspace) + space.counts;
-  call.sums = reinterpret_cast<float*>(take(space.sums));
-  call.numbers = reinterpret_cast<float*>(take(space.numbers));
-  call.group_sums = reinterpret_cast<float*>(take(space.group_sums));
+  WorkspaceDivision counts(given.workspace), rest(counts.next + space.counts);
+  call.counter = counts.take<unsigned long long>(space.counter);
+  call.added = counts.take<unsigned>(space.of_heads);
+  call.cleared = counts.take<unsigned>(space.of_heads);
+  call.ends = counts.take<int2>(space.ends);
+  call.summed = counts.take<unsigned>(space.summed);
+  call.sums = rest.take<float>(space.sums);
+  call.numbers = rest.take<float>(space.numbers);
+  call.group_sums = rest.take<float>(space.group_sums);
   // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a
   // turn while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
   call.cleared_ahead = std::min(call.processors / Plan::blocks / call.key_blocks + 2, call.turns);
   const int64_t now = call.deterministic ? 0 : space.sums / call.turns * call.cleared_ahead;
   if (auto e = cudaMemsetAsync(given.workspace, 0, space.counts + now, stream)) return e;
   if (!given.query_segments) return cudaSuccess;
-  call.segments = reinterpret_cast<SegmentRange*>(take(space.segments));
-  call.tiles = reinterpret_cast<BlockTiles*>(take(space.tiles));
-  call.order = reinterpret_cast<int*>(take(space.order));
-  call.key_begins = {reinterpret_cast<int*>(take(space.key_begins)), Plan::keys, call.key_blocks};
-  call.query_begins = {reinterpret_cast<int*>(take(space.query_begins)), Plan::queries, call.query_tiles};
-  call.tile_is_met = take(space.tile_is_met);
+  call.segments = rest.take<SegmentRange>(space.segments);
+  call.tiles = rest.take<BlockTiles>(space.tiles);
+  call.order = rest.take<int>(space.order);
+  call.key_begins = {rest.take<int>(space.key_begins), Plan::keys, call.key_blocks};
+  call.query_begins = {rest.take<int>(space.query_begins), Plan::queries, call.query_tiles};
+  call.tile_is_met = rest.take<unsigned char>(space.tile_is_met);
   call.turns_together_of_parts = reinterpret_cast<int*>(call.counter + 1);
   if (auto e = launch_find_blocks(given.batch, call.key_segments, call.key_begins, call.query_segments,
                                   call.query_begins, nullptr, stream))

@@ -160,11 +160,7 @@ __global__ void __launch_bounds__(threads, 1) find_tile_ranges(const __grid_cons
 template <int size>
 cudaError_t launch_tile_ranges(const BackwardCall& call, cudaStream_t stream) {
   constexpr int threads = 1024;
-  cudaLaunchAttribute attribute = overlapping();
-  cudaLaunchConfig_t config{};
-  config.gridDim = call.batch, config.blockDim = threads, config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, find_tile_ranges<size, threads>, call);
+  return launch_kernel(find_tile_ranges<size, threads>, call.batch, threads, 0, stream, true, call);
 }
 
 }  // namespace jaxsoft::cuda

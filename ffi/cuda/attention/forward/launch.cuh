@@ -64,19 +64,15 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   if (call.cap > 0) args.soft_cap = SoftCap(call.cap, call.scale, call.cap * kLog2E);
   if (call.query_segments) {
     if (call.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
-    auto* place = static_cast<unsigned char*>(call.workspace);
-    auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
-    auto* const counter = take(space.counter);
-    auto* const found = reinterpret_cast<int*>(counter + sizeof *args.counter);
-    auto* const ranges = reinterpret_cast<SegmentRange*>(take(space.ranges));
-    auto* const begins = reinterpret_cast<int*>(take(space.begins));
-    auto* const key_begins = reinterpret_cast<int*>(take(space.key_begins));
-    const BlockBegins of_queries{begins, Plan::queries, args.blocks_of_head};
-    const BlockBegins of_keys{key_begins, Plan::queries, static_cast<int>(space.key_blocks)};
+    WorkspaceDivision rest(call.workspace);
+    args.counter = rest.take<unsigned long long>(space.counter);
+    auto* const found = reinterpret_cast<int*>(args.counter + 1);
+    auto* const ranges = rest.take<SegmentRange>(space.ranges);
+    const BlockBegins of_queries{rest.take<int>(space.begins), Plan::queries, args.blocks_of_head};
+    const BlockBegins of_keys{rest.take<int>(space.key_begins), Plan::queries, static_cast<int>(space.key_blocks)};
     const Segments query_segments{call.query_segments, call.segment_steps[0], call.queries};
     const Segments key_segments{call.key_segments, call.segment_steps[1], call.keys};
     args.segments = ranges, args.blocks_found = found;
-    args.counter = reinterpret_cast<unsigned long long*>(counter);
     if (auto e = launch_find_blocks(call.batch, query_segments, of_queries, key_segments, of_keys, args.counter,
                                     stream))
       return e;
@@ -92,11 +88,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
     if (auto e = clear_counter(args.items > most, call.workspace, stream, &args.counter)) return e;
   constexpr auto kernel = attention_forward<T, Plan, kind>;
   if (auto e = allow_shared_memory<kernel, bytes>()) return e;
-  cudaLaunchAttribute attribute = overlapping();
-  cudaLaunchConfig_t config{};
-  config.gridDim = most, config.blockDim = Plan::threads, config.dynamicSmemBytes = bytes, config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = args.segments ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return launch_kernel(kernel, most, Plan::threads, bytes, stream, args.segments != nullptr, args);
 }
 
 template <class T, class Sizes, ScoreKind kind>
