@@ -291,7 +291,7 @@ def find(operation: AttentionSpec, operands: Operands) -> Function:
         "cap": np.float64(form.cap or 0),
         "left": np.int64(-1 if form.left is None else form.left),
         "right": np.int64(-1 if form.right is None else form.right),
-        "deterministic": np.bool_(form.deterministic or operands[1].shape[1] < _ANY_ORDER_FROM),
+        "deterministic": np.bool_(form.deterministic or form.keys(operands) < _ANY_ORDER_FROM),
     }
 
     def call(

@@ -396,6 +396,7 @@ def test_the_kernels_for_attention_are_hopper_s(monkeypatch):
         (1024, 64, False, True),
         (2048, 96, True, True),
         (1024, 96, False, True),
+        (8192, 128, True, True),
         (512, 128, True, True),
         (256, 128, False, False),
         (2048, 256, True, True),
