@@ -83,6 +83,13 @@ def test_lengths(t, s, size, causal):
     check(causal, Sizes(b=1, t=t, s=s, n=2, k=2, h=size, d=size))
 
 
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (72, 128), (128, 128), (192, 128)])
+@pytest.mark.parametrize("s", [1, 130, 2047, 2048, 2049])
+def test_many_blocks_without_limits(s, size, values):
+    """The last product of each is started with the first of the next; up to 2048 keys tiles may be shorter."""
+    check((), Sizes(b=1, t=450, s=s, n=48, k=24, h=size, d=values))
+
+
 @pytest.mark.parametrize("size", [8, 40, 72, 96, 136, 192, 200, 248])
 def test_head_sizes(size):
     check(("causal",), Sizes(b=1, t=150, s=150, n=2, k=1, h=size, d=size))

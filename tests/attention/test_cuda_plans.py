@@ -168,6 +168,10 @@ def test_plans_in_words():
     assert dataclasses.replace(many, target="paged_attention", key_bytes=1).plan(132).startswith("decode_few_rows")
     forward = Sizes("attention_forward", "", 1, 4096, 4096, 8, 8, 128)
     assert forward.plan(132) == "attention_forward: 2 groups of 64 queries a block, tiles of 176 keys"
+    few_keys = dataclasses.replace(forward, keys=2048)
+    assert few_keys.plan(132).endswith("tiles of 128 keys")
+    assert dataclasses.replace(few_keys, extras="state_output,state_lse").plan(132).endswith("tiles of 176 keys")
+    assert dataclasses.replace(few_keys, size=192, value_size=128).plan(132).endswith("tiles of 128 keys")
     for change in ({"right": 0}, {"extras": "key_lengths"}, {"capped": 1}, {"extras": "query_segments,key_segments"}):
         assert dataclasses.replace(forward, **change).plan(132).endswith("tiles of 128 keys")
     backward = dataclasses.replace(forward, target="attention_backward_of_block")

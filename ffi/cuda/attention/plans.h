@@ -62,14 +62,23 @@ inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
       .bytes;
 }
 
+template <class Plan>
+std::string text_of_forward_plan() {
+  std::ostringstream text;
+  text << "attention_forward: " << Plan::groups << " groups of " << Plan::group_queries << " queries a block, tiles of "
+       << Plan::key_tile << " keys";
+  return text.str();
+}
 template <cuda::ScoreKind kind>
 std::string forward_plan(const Sizes& call) {
-  return with_forward_plan<kind>(call, [](auto plan) {
-    using Plan = decltype(plan);
-    std::ostringstream text;
-    text << "attention_forward: " << Plan::groups << " groups of " << Plan::group_queries
-         << " queries a block, tiles of " << Plan::key_tile << " keys";
-    return text.str();
+  return with_forward_plan<kind>(call, [](auto plan) { return text_of_forward_plan<decltype(plan)>(); });
+}
+inline std::string forward_plan_without_limits(const Sizes& call) {
+  return cuda::with_forward_sizes(call.size, call.value_size, [&](auto sizes) {
+    using Few = cuda::FewKeysPlan<decltype(sizes)::size, decltype(sizes)::value_size>;
+    if constexpr (Few::most_keys > 0)
+      if (call.keys <= Few::most_keys && !call.has("state_lse")) return text_of_forward_plan<Few>();
+    return forward_plan<cuda::ScoreKind::plain>(call);
   });
 }
 
@@ -80,9 +89,8 @@ inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
   if (call.is("attention_forward")) {
     if (call.capped) return forward_plan<ScoreKind::capped>(call);
     if (call.has("segments")) return forward_plan<ScoreKind::segmented>(call);
-    if (call.has_limits() || cuda::has_few_keys(call.size, call.value_size, call.keys))
-      return forward_plan<ScoreKind::limited>(call);
-    return forward_plan<ScoreKind::plain>(call);
+    if (call.has_limits()) return forward_plan<ScoreKind::limited>(call);
+    return forward_plan_without_limits(call);
   }
   std::ostringstream text;
   if (call.is("attention_backward")) {

@@ -23,6 +23,15 @@ using RingSlot = SlotOf<Plan::slots>;  // of a tile
 template <class Plan>
 using ItemSlot = SlotOf<ForwardMemory<Plan>::item_slots>;
 
+// Brings an item's queries to the cache: where items are joined, the product that ends one waits for those of the next.
+template <class Plan>
+__device__ void prefetch_queries(const ForwardArguments& args, const ForwardItem& item) {
+  if (!item.there) return;
+  for (int group = 0; group < Plan::groups; group++)
+    for (int box = 0; box < Plan::boxes; box++)
+      prefetch_box(args.query, {box * 64, item.head, item.query + group * Plan::group_queries, item.batch});
+}
+
 // The copying thread: takes items, and fills slots with their tiles.
 template <class Plan, ScoreKind kind>
 __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
@@ -75,6 +84,7 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
     if (tiles.end - tiles.begin < 2 && args.counter) taken = take(args.counter);
     number = args.counter ? static_cast<int>(min(taken + gridDim.x, unsigned(args.items))) : number + gridDim.x;
     post(turn + 1, number);
+    if constexpr (Plan::joined) prefetch_queries<Plan>(args, memory.items[ItemSlot<Plan>(turn + 1).slot]);
     if (!tiles.empty()) copy_values(step++, tiles.begin);
   }
 }

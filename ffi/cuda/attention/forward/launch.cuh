@@ -107,8 +107,12 @@ cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before
   if (call.cap > 0) return launch_forward<T, Sizes, ScoreKind::capped>(call, before, results, device, stream);
   if (call.query_segments)
     return launch_forward<T, Sizes, ScoreKind::segmented>(call, before, results, device, stream);
-  if (call.limits.any() || call.keys <= kFewKeys<Sizes::value_size>)
+  if (call.limits.any())
     return launch_forward<T, Sizes, ScoreKind::limited>(call, before, results, device, stream);
+  using Few = FewKeysPlan<Sizes::size, Sizes::value_size>;
+  if constexpr (Few::most_keys > 0)
+    if (call.keys <= Few::most_keys && !before.lse)
+      return launch_forward_by_plan<T, Few, ScoreKind::plain>(call, before, results, device, stream);
   return launch_forward<T, Sizes, ScoreKind::plain>(call, before, results, device, stream);
 }
 

@@ -24,14 +24,14 @@ struct ForwardMemory {
   using Values = unsigned char[Plan::value_boxes][key_box];
 
   // Where rows of a warp group lie before they are stored: output, and what rounding took from it. If there is no room
-  // for that, or items are joined, threads store them.
+  // for that, threads store them.
   using Rows = unsigned char[Plan::value_boxes][query_box];
   struct Staged { Rows rows[Plan::groups][2]; };
   struct NotStaged {};
   static constexpr int most = 227 * 1024, others = 1024;  // bytes
   static constexpr int of_group = sizeof(Queries) + 2 * sizeof(Rows), of_slot = sizeof(Keys) + sizeof(Values);
   static constexpr bool staged =
-      !Plan::continues && !Plan::joined && Plan::groups * of_group + Plan::slots * of_slot + others <= most;
+      !Plan::continues && Plan::groups * of_group + Plan::slots * of_slot + others <= most;
 
   Queries queries[Plan::groups];
   Keys keys[Plan::slots];

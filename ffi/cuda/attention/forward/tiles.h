@@ -28,15 +28,17 @@ struct ForwardPlanOf {
   static_assert(groups * computing_registers + copying_registers <= (groups + 1) * (65536 / threads / 8 * 8));
 };
 
-// By measurement on an H200: items that are joined are 2 to 5 % faster without limits, and slower under a causal rule,
-// where 176 keys in place of 128 are 2 % faster at 32K and 10 % slower at 2K with heads of 128. No faster were, on an
-// H100, clusters of two blocks that copy tiles for one another, a second slot for queries, exponentials by polynomials
-// beside those of the hardware, two tiles of scores in flight, and products for the output that are started between the
-// exponentials of the next tile; with heads of 64, groups in turns, and two groups of 192 keys.
+// By measurement on an H200: items that are joined are 2 to 5 % faster without limits, and no faster under a causal
+// rule, where 176 keys in place of 128 are 2 % faster at 32K and 10 % slower at 2K with heads of 128. With heads of
+// 64, groups in turns are 2 to 6 % faster, but 1 to 3 % slower where there are segments, and two groups of 176 or 192
+// keys 5 to 14 % slower. No faster were, on an H100, clusters of two blocks that copy tiles for one another, a second
+// slot for queries, exponentials by polynomials beside those of the hardware, two tiles of scores in flight, and
+// products for the output that are started between the exponentials of the next tile.
 template <int size, int value_size, ScoreKind kind>
 struct ForwardPlan;
 template <ScoreKind kind>
-struct ForwardPlan<64, 64, kind> : ForwardPlanOf<64, 3, 128, 4, false, kind == ScoreKind::plain> {};
+struct ForwardPlan<64, 64, kind>
+    : ForwardPlanOf<64, 3, 128, 4, kind != ScoreKind::segmented, kind == ScoreKind::plain> {};
 template <ScoreKind kind>
 struct ForwardPlan<128, 128, kind>
     : ForwardPlanOf<128, 2, kind == ScoreKind::plain ? 176 : 128, 2, true, kind == ScoreKind::plain> {};
@@ -47,10 +49,16 @@ struct ForwardPlan<192, 192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ScoreKind kind>
 struct ForwardPlan<256, 256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
-// Up to so many keys, calls without limits take the plan of those with them: its tiles are shorter, and nobody waits
-// for results to be stored. (H200, heads of 128: 3 % faster at 512, 1 % slower at 1024.)
-template <int size>
-constexpr int kFewKeys = size == 128 ? 512 : 0;
+// The plan of calls without limits up to so many keys. With heads of 128, its tiles are shorter, so that there is room
+// to stage results. (H200: 20 % faster at 256 keys, 5 % at 512, 3 % at 1024 and 2048, and 1 % slower at 8192.)
+template <int size, int value_size>
+struct FewKeysPlan {
+  static constexpr int most_keys = 0;
+};
+template <>
+struct FewKeysPlan<128, 128> : ForwardPlanOf<128, 2, 128, 2, true, true> {
+  static constexpr int most_keys = 2048;
+};
 
 // What the workspace has, in bytes: a counter of items, and how many blocks of queries a head has, 16; and where there
 // are segments, for each element of the batch what keys they leave to each block of queries, 40, and where blocks of
@@ -73,11 +81,6 @@ template <class Use>
 auto with_forward_sizes(int64_t size, int64_t value_size, Use use) {
   return with_sizes<HeadSizes<64, 64>, HeadSizes<128, 128>, HeadSizes<192, 128>, HeadSizes<192, 192>,
                     HeadSizes<256, 256>>(size, value_size, use);
-}
-
-inline bool has_few_keys(int64_t size, int64_t value_size, int64_t keys) {
-  return with_forward_sizes(size, value_size,
-                            [&](auto sizes) { return keys <= kFewKeys<decltype(sizes)::value_size>; });
 }
 
 }  // namespace jaxsoft::cuda
