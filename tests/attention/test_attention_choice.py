@@ -392,21 +392,23 @@ def test_the_kernels_for_attention_are_hopper_s(monkeypatch):
 @pytest.mark.parametrize(
     ("length", "size", "forward", "backward"),
     [
-        (4096, 64, True, True),
-        (1024, 64, False, True),
-        (2048, 96, True, True),
-        (1024, 96, False, True),
-        (8192, 128, True, True),
-        (512, 128, True, True),
-        (256, 128, False, False),
-        (2048, 256, True, True),
-        (256, 256, False, False),
+        (2048, 64, (True, True), True),
+        (1024, 64, (True, False), True),
+        (256, 64, (False, False), False),
+        (2048, 96, (True, True), True),
+        (1024, 96, (False, False), True),
+        (8192, 128, (True, True), True),
+        (512, 128, (True, True), True),
+        (256, 128, (False, False), False),
+        (2048, 256, (True, True), True),
+        (1024, 256, (True, False), True),
+        (256, 256, (False, False), False),
     ],
 )
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_fastest_with_the_cuda_kernels(length, size, forward, backward, deterministic, is_causal):
-    """Forward and backward are chosen apart."""
-    shapes = [(1, length, 2, size)] * 3
+    """Forward and backward are chosen apart, and without a causal rule and with one."""
+    shapes, forward = [(1, length, 2, size)] * 3, forward[is_causal]
     attend = functools.partial(jaxsoft.dot_product_attention, is_causal=is_causal, deterministic=deterministic)
     assert ("attention_forward" in targets(attend, *shapes)) == forward
     found = targets(gradients(attend), *shapes)
