@@ -87,7 +87,13 @@ def test_lengths(t, s, size, causal):
 @pytest.mark.parametrize("s", [1, 130, 2047, 2048, 2049])
 def test_many_blocks_without_limits(s, size, values):
     """The last product of each is started with the first of the next; up to 2048 keys tiles may be shorter."""
-    check((), Sizes(b=1, t=450, s=s, n=48, k=24, h=size, d=values))
+    check((), Sizes(b=1, t=1400, s=s, n=48, k=24, h=size, d=values))
+
+
+@pytest.mark.parametrize("options", [("window",), ("cap", "causal"), ("segments", "cap")], ids=str)
+def test_many_blocks_with_options(options):
+    """Warp groups that take turns let tiles pass that matter to others of their block, in one block after the other."""
+    check(options, Sizes(b=3, t=900, s=900, n=24, k=24, h=64, d=64))
 
 
 @pytest.mark.parametrize("size", [8, 40, 72, 96, 136, 192, 200, 248])

@@ -101,8 +101,8 @@ struct ForwardTiles {
 
   ForwardMemory<Plan>& memory;
   const int group;
-  // Each group waits at its own barrier for its turn, and then lets the other one go on.
-  const NamedBarrier own_turn, other_turn;
+  // Each group waits at its own barrier for its turn, and then lets the next one go on.
+  const NamedBarrier own_turn, next_turn;
   float output[Plan::value_size / 2] = {};
   typename Scores::Tile tile;             // products, then scores, then weights
   typename Scores::Weights weights = {};  // of the tile before, rounded
@@ -144,7 +144,7 @@ struct ForwardTiles {
     start_scores(step);
     if (real) wait_for_values(before);
     start_output(before);
-    if constexpr (Plan::turns) other_turn.arrive();
+    if constexpr (Plan::turns) next_turn.arrive();
     wait_for_products<1>(tile);
   }
   // Computes the products of a tile of keys once more. A warp does it by itself.
@@ -298,7 +298,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   const int of_block = group * Plan::group_queries + row_of_thread();  // the thread's first query
   ForwardTiles<T, Plan, kind> state{memory, group, {1 + group, 2 * kWarpGroup},
                                    {1 + (group + 1) % Plan::groups, 2 * kWarpGroup}};
-  if (Plan::turns && group == Plan::groups - 1) state.other_turn.arrive();
+  if (Plan::turns && group == Plan::groups - 1) state.next_turn.arrive();
 
   unsigned step = 0;
   RowsResult ended;           // of the item whose last product is not yet started
@@ -324,12 +324,14 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     state.finish(before), write();
     pending = false;
   };
-  // Each group in turns takes one for each tile of an item but the first, also for those that it lets pass.
+  // Each group in turns takes one for each tile of an item but the first, also for those that it lets pass. Where items
+  // are joined, it takes one for the first as well, and lets none pass.
+  static_assert(!Plan::joined || kind == ScoreKind::plain);
   [[maybe_unused]] int turns = 0;  // for the latter
   auto let_pass = [&](int count) {
     for (const unsigned end = step + count; step < end; step++) {
       if constexpr (Plan::turns)
-        if (turns-- > 0) state.own_turn.wait(), state.other_turn.arrive();
+        if (turns-- > 0) state.own_turn.wait(), state.next_turn.arrive();
       state.wait_for_keys(step), state.free_keys(step);
       state.wait_for_values(step), state.free_values(step);
     }
@@ -348,11 +350,9 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
       own = item.tiles.part(of_group);
       own.inner_begin = max(own.inner_begin, item.tiles.inner_begin);
       own.inner_end = min(own.inner_end, item.tiles.inner_end);
-      // Tiles that matter to other groups alone. While values are held, only few more can come.
-      const int others = item.tiles.end - own.end;
+      // Tiles that matter to other groups alone.
       turns = item.tiles.end - item.tiles.begin - max(own.end - own.begin, 1);
-      if (Plan::joined && others >= Plan::slots) finish();
-      let_pass(others);
+      let_pass(item.tiles.end - own.end);
     }
     memory.queries_there[group].wait(turn % 2);
     Scores scores(args, item, item.query + of_block);
@@ -372,13 +372,11 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
       write();
     }
     if constexpr (Plan::parted && kind != ScoreKind::plain) {
-      const int others = own.begin - item.tiles.begin;
-      if (Plan::joined && others > 0) finish();
-      let_pass(others);
+      let_pass(own.begin - item.tiles.begin);
     }
   }
   if constexpr (Plan::joined) finish();
-  if (Plan::turns && group == 0) state.own_turn.wait();  // as often as the other has arrived
+  if (Plan::turns && group == 0) state.own_turn.wait();  // as often as the last group has arrived
   if (ForwardMemory<Plan>::staged) wait_for_reads_of_stores();
 }
 

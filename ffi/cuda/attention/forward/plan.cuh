@@ -24,7 +24,7 @@ struct ForwardMemory {
   using Values = unsigned char[Plan::value_boxes][key_box];
 
   // Where rows of a warp group lie before they are stored: output, and what rounding took from it. If there is no room
-  // for that, threads store them.
+  // for that, or they are in f32 or added to others, threads store them.
   using Rows = unsigned char[Plan::value_boxes][query_box];
   struct Staged { Rows rows[Plan::groups][2]; };
   struct NotStaged {};

@@ -49,8 +49,9 @@ struct ForwardPlan<192, 192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ScoreKind kind>
 struct ForwardPlan<256, 256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
-// The plan of calls without limits up to so many keys. With heads of 128, its tiles are shorter, so that there is room
-// to stage results. (H200: 20 % faster at 256 keys, 5 % at 512, 3 % at 1024 and 2048, and 1 % slower at 8192.)
+// The plan of calls without limits up to so many keys, but those that continue. With heads of 128, its tiles are
+// shorter, so that there is room to stage results. (H200, beside tiles of 176: 20 % faster at 256 keys, 5 % at 512, 3
+// % at 1024 and 2048, and 1 % slower at 8192.)
 template <int size, int value_size>
 struct FewKeysPlan {
   static constexpr int most_keys = 0;
