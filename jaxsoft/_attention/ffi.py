@@ -99,7 +99,7 @@ BACKWARD_OF_BLOCK = dataclasses.replace(
 )
 # From so many keys on, gradients are faster where blocks of keys add in any order: by 7 % with heads of 256, by up to
 # 1 % with others. Up to 8192 they are not, and with heads of 256 at 512 they take 7 % longer. (H200, both passes;
-# `deterministic=False` beside `jaxsoft` in benchmarks/results/h200_attention.jsonl, as it was without this limit.)
+# `deterministic=False` beside `jaxsoft` in benchmarks/results/h200_attention.jsonl of 095373d, which had no limit.)
 _ANY_ORDER_FROM = 32768
 _FORWARD, _BACKWARD = (FORWARD, FORWARD_OF_BLOCK), (BACKWARD, BACKWARD_OF_BLOCK)
 TARGETS = (*_FORWARD, *_BACKWARD, DECODE, PAGED)

@@ -87,7 +87,7 @@ def test_lengths(t, s, size, causal):
 @pytest.mark.parametrize("s", [1, 130, 2047, 2048, 2049])
 def test_many_blocks_without_limits(s, size, values):
     """The last product of each is started with the first of the next; up to 2048 keys tiles may be shorter."""
-    check((), Sizes(b=1, t=1400, s=s, n=48, k=24, h=size, d=values))
+    check((), Sizes(b=4, t=65, s=s, n=100, k=50, h=size, d=values))
 
 
 @pytest.mark.parametrize("options", [("window",), ("cap", "causal"), ("segments", "cap")], ids=str)

@@ -76,8 +76,8 @@ std::string forward_plan(const Sizes& call) {
 inline std::string forward_plan_without_limits(const Sizes& call) {
   return cuda::with_forward_sizes(call.size, call.value_size, [&](auto sizes) {
     using Few = cuda::FewKeysPlan<decltype(sizes)::size, decltype(sizes)::value_size>;
-    if constexpr (Few::most_keys > 0)
-      if (call.keys <= Few::most_keys && !call.has("state_lse")) return text_of_forward_plan<Few>();
+    if constexpr (Few::exists)
+      if (Few::serves(call.keys, call.has("state_lse"))) return text_of_forward_plan<Few>();
     return forward_plan<cuda::ScoreKind::plain>(call);
   });
 }

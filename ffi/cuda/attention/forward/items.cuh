@@ -89,6 +89,11 @@ struct ForwardItem {
   __device__ int key_of(int tile) const {
     return tile * Plan::key_tile + (may_have_segments<kind> ? first_key : 0);
   }
+  // A box of the queries of a warp group.
+  template <class Plan>
+  __device__ BoxPlace box_of_group(int group, int box) const {
+    return {box * 64, head, query + group * Plan::group_queries, batch};
+  }
   // Describes an item, where a head has so many `blocks`.
   template <class Plan, ScoreKind kind>
   __device__ void set(const ForwardArguments& args, int blocks, int number) {

@@ -29,7 +29,7 @@ __device__ void prefetch_queries(const ForwardArguments& args, const ForwardItem
   if (!item.there) return;
   for (int group = 0; group < Plan::groups; group++)
     for (int box = 0; box < Plan::boxes; box++)
-      prefetch_box(args.query, {box * 64, item.head, item.query + group * Plan::group_queries, item.batch});
+      prefetch_box(args.query, item.template box_of_group<Plan>(group, box));
 }
 
 // The copying thread: takes items, and fills slots with their tiles.
@@ -69,8 +69,7 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
       memory.queries_read[group].wait(turn % 2 ^ 1);
       memory.queries_there[group].arrive_expecting(sizeof memory.queries[group]);
       for (int box = 0; box < Plan::boxes; box++)
-        copy_box(memory.queries[group][box], args.query,
-                 {box * 64, item.head, item.query + group * Plan::group_queries, item.batch},
+        copy_box(memory.queries[group][box], args.query, item.template box_of_group<Plan>(group, box),
                  memory.queries_there[group]);
     }
     // The next item is taken late, as multiprocessors are not equally fast, but so that what there is to know of it is

@@ -110,8 +110,8 @@ cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before
   if (call.limits.any())
     return launch_forward<T, Sizes, ScoreKind::limited>(call, before, results, device, stream);
   using Few = FewKeysPlan<Sizes::size, Sizes::value_size>;
-  if constexpr (Few::most_keys > 0)
-    if (call.keys <= Few::most_keys && !before.lse)
+  if constexpr (Few::exists)
+    if (Few::serves(call.keys, before.lse))
       return launch_forward_by_plan<T, Few, ScoreKind::plain>(call, before, results, device, stream);
   return launch_forward<T, Sizes, ScoreKind::plain>(call, before, results, device, stream);
 }

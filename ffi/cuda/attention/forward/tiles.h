@@ -49,16 +49,17 @@ struct ForwardPlan<192, 192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ScoreKind kind>
 struct ForwardPlan<256, 256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
-// The plan of calls without limits up to so many keys, but those that continue. With heads of 128, its tiles are
-// shorter, so that there is room to stage results. (H200, beside tiles of 176: 20 % faster at 256 keys, 5 % at 512, 3
-// % at 1024 and 2048, and 1 % slower at 8192.)
+// The plan of calls without limits that have few keys, if there is one, and which calls it serves: of those that
+// continue, none. With heads of 128, its tiles are shorter, so that there is room to stage results. (H200, beside tiles
+// of 176: 20 % faster at 256 keys, 5 % at 512, 3 % at 1024 and 2048, and 1 % slower at 8192.)
 template <int size, int value_size>
 struct FewKeysPlan {
-  static constexpr int most_keys = 0;
+  static constexpr bool exists = false;
 };
 template <>
 struct FewKeysPlan<128, 128> : ForwardPlanOf<128, 2, 128, 2, true, true> {
-  static constexpr int most_keys = 2048;
+  static constexpr bool exists = true;
+  static constexpr bool serves(int64_t keys, bool continues) { return keys <= 2048 && !continues; }
 };
 
 // What the workspace has, in bytes: a counter of items, and how many blocks of queries a head has, 16; and where there
