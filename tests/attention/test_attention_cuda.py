@@ -4,6 +4,7 @@ The kernels compute tiles of queries and keys, some dozens or hundreds of each, 
 others. So the lengths here are around the borders of tiles.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,9 @@ from common import ATTENTION_IMPLEMENTATIONS, same_bits
 from truth import in_float64, wide
 
 import jaxsoft
-from jaxsoft._attention import ffi
+from jaxsoft._attention import choice, ffi
+from jaxsoft._attention.form import SEGMENTS, AttentionForm
+from jaxsoft._attention.spec import AttentionForward
 
 pytestmark = pytest.mark.skipif("ffi" not in ATTENTION_IMPLEMENTATIONS, reason="no CUDA kernels for attention")
 SIZES = Sizes(b=2, t=200, s=331, n=4, k=2, h=64, d=64)
@@ -99,6 +102,31 @@ def test_many_blocks_with_options(options):
 @pytest.mark.parametrize("size", [8, 40, 72, 96, 136, 192, 200, 248])
 def test_head_sizes(size):
     check(("causal",), Sizes(b=1, t=150, s=150, n=2, k=1, h=size, d=size))
+
+
+@pytest.mark.parametrize("t", [4, 200], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "rules", [{}, {"right": 0}, {"right": 0, "extras": SEGMENTS}], ids=["all", "causal", "segments"]
+)
+@pytest.mark.parametrize(("size", "values"), [*((n, n) for n in (8, 40, 64, 72, 96, 128, 136, 192, 256)), (192, 128)])
+def test_residual_of_the_output(size, values, rules, t):
+    """The output in f32 is what the one in 16 bits and its residual are of."""
+    dtype = jnp.float16 if size % 16 else jnp.bfloat16
+    rng = np.random.default_rng(size)
+    shapes = (3, t, 4, size), (3, 331, 2, size), (3, 331, 2, values)
+    operands = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    if "extras" in rules:
+        operands += [np.sort(rng.integers(0, 4, (3, length)).astype(np.int32)) for length in (t, 331)]
+    form = AttentionForm(np.dtype(dtype), 0.1, rounded=True, **rules)
+
+    def run(form):
+        return jax.jit(choice.choose(AttentionForward(form), "ffi", "cuda", [*map(jax.typeof, operands)]).function)
+
+    operands = [*map(jnp.asarray, operands)]
+    exact = run(dataclasses.replace(form, dtype=np.dtype(np.float32), rounded=False))(*operands)[0]
+    rounded, *_, residual = run(form)(*operands)
+    assert same_bits(exact.astype(dtype), rounded)
+    np.testing.assert_array_equal(wide(residual), wide((exact - rounded.astype(jnp.float32)).astype(dtype)))
 
 
 # Sizes of heads of keys and of values. The third is that of latent attention, and the last two have values that are

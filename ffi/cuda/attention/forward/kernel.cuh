@@ -23,7 +23,8 @@ using RingSlot = SlotOf<Plan::slots>;  // of a tile
 template <class Plan>
 using ItemSlot = SlotOf<ForwardMemory<Plan>::item_slots>;
 
-// Brings an item's queries to the cache: where items are joined, the product that ends one waits for those of the next.
+// Brings an item's queries to the cache: where items are joined, the product that ends one waits for those of the next,
+// and where results take the place of queries, they are copied late.
 template <class Plan>
 __device__ void prefetch_queries(const ForwardArguments& args, const ForwardItem& item) {
   if (!item.there) return;
@@ -65,13 +66,19 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
     };
     const TileRange& tiles = item.tiles;
     if (!tiles.empty()) copy_keys(step, tiles.end - 1);
-    for (int group = 0; group < Plan::groups; group++) {
-      memory.queries_read[group].wait(turn % 2 ^ 1);
-      memory.queries_there[group].arrive_expecting(sizeof memory.queries[group]);
-      for (int box = 0; box < Plan::boxes; box++)
-        copy_box(memory.queries[group][box], args.query, item.template box_of_group<Plan>(group, box),
-                 memory.queries_there[group]);
-    }
+    auto copy_queries = [&] {
+      for (int group = 0; group < Plan::groups; group++) {
+        memory.queries_read[group].wait(turn % 2 ^ 1);
+        memory.queries_there[group].arrive_expecting(sizeof memory.queries[group]);
+        for (int box = 0; box < Plan::boxes; box++)
+          copy_box(memory.queries[group][box], args.query, item.template box_of_group<Plan>(group, box),
+                   memory.queries_there[group]);
+      }
+    };
+    // A group that lets the first tile pass waits for its values, and where results take the place of queries, these
+    // are copied late.
+    constexpr bool late = ForwardMemory<Plan>::staged_over_queries;
+    if (!late || tiles.end - tiles.begin < 2) copy_queries();
     // The next item is taken late, as multiprocessors are not equally fast, but so that what there is to know of it is
     // known when the others have ended this one.
     unsigned taken = 0;
@@ -79,11 +86,13 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
       copy_keys(step + 1, tile - 1);
       if (tile - 1 == tiles.begin && args.counter) taken = take(args.counter);
       copy_values(step, tile);
+      if (late && tile == tiles.end - 1) copy_queries();
     }
     if (tiles.end - tiles.begin < 2 && args.counter) taken = take(args.counter);
     number = args.counter ? static_cast<int>(min(taken + gridDim.x, unsigned(args.items))) : number + gridDim.x;
     post(turn + 1, number);
-    if constexpr (Plan::joined) prefetch_queries<Plan>(args, memory.items[ItemSlot<Plan>(turn + 1).slot]);
+    if constexpr (Plan::joined || ForwardMemory<Plan>::staged_over_queries)
+      prefetch_queries<Plan>(args, memory.items[ItemSlot<Plan>(turn + 1).slot]);
     if (!tiles.empty()) copy_values(step++, tiles.begin);
   }
 }
@@ -117,14 +126,23 @@ struct ForwardTiles {
   }
   __device__ void free_keys(unsigned step) const { memory.keys_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
   __device__ void free_values(unsigned step) const { memory.values_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+  // Where results take the place of queries, that is free when these have been read from there, else after the last
+  // product with keys.
+  static constexpr bool keeps_queries = ForwardMemory<Plan>::staged_over_queries;
   __device__ void free_queries() const { memory.queries_read[group].arrive_as_warp(); }
 
+  // Of the first keys of a tile, or of all of them.
+  template <int keys = Plan::key_tile>
   __device__ void start_scores(unsigned step) {
     const unsigned slot = RingSlot<Plan>(step).slot;
+    int own = group;
+    // Else addresses are computed in advance, also of rows that are stored from there, and there are no registers.
+    if (keeps_queries) asm volatile("" : "+r"(own));
+    auto& products = reinterpret_cast<float(&)[keys / 2]>(tile);
     begin_products();
 #pragma unroll
     for (int k = 0; k < Plan::size / 16; k++)
-      multiply<T>(tile, summed_along_rows(memory.queries[group][k / 4]) + k % 4 * 32,
+      multiply<T>(products, summed_along_rows(memory.queries[own][k / 4]) + k % 4 * 32,
                   summed_along_rows(memory.keys[slot][k / 4]) + k % 4 * 32, k > 0);
     commit_products();
   }
@@ -178,6 +196,21 @@ struct ForwardTiles {
     if (tiles.masked(number)) scores.mask(tile, item, item.template key_of<Plan, kind>(number));
     scores.take(tile, factors);
   }
+  // The same of a tile whose second half is masked for all of the group's queries, and not multiplied.
+  __device__ void take_first_half(Scores& scores, const ForwardItem& item, int number) {
+    constexpr int half = Scores::all / 2;
+    if constexpr (kind == ScoreKind::capped) scores.template cap<half>(tile);
+    scores.template mask<half>(tile, item, item.template key_of<Plan, kind>(number));
+    scores.template take<half>(tile, factors);
+#pragma unroll
+    for (int i = half; i < Scores::all; i++) tile[i] = 0;
+  }
+  // Whether that is so, as far as limits say.
+  __device__ bool half_is_masked(const ForwardItem& item, int number) const {
+    const int first = item.query + group * Plan::group_queries;
+    const int last = min(first + Plan::group_queries, item.query_end) - 1;
+    return item.limits.of_queries(first, last).end <= item.template key_of<Plan, kind>(number) + Plan::key_tile / 2;
+  }
   // From products to weights, by the references as they are. So many `polynomials` for the cap are not enough.
   __device__ typename Scores::Taken weigh(Scores& scores, int polynomials) {
     if constexpr (kind == ScoreKind::capped) {
@@ -206,17 +239,22 @@ struct ForwardTiles {
     const int begin = tiles.begin;
     int number = tiles.end - 1;
     wait_for_keys(step);
+    bool half = false;
     if constexpr (Plan::joined) {
       start_products(step, before, pending);
       wait_for_products<0>(output, weights);
       if (pending) free_values(before), write();
     } else {
-      start_scores(step);
+      static_assert(!Plan::halves || Plan::groups == 2);  // three have not the registers
+      half = Plan::halves && half_is_masked(item, number);
+      if (half) start_scores<Plan::halves ? Plan::key_tile / 2 : Plan::key_tile>(step);
+      else start_scores(step);
       wait_for_products<0>(tile);
     }
     free_keys(step);
-    if (number == begin) free_queries();
-    take_any(scores, item, tiles, number);
+    if (!keeps_queries && number == begin) free_queries();
+    if (half) take_first_half(scores, item, number);
+    else take_any(scores, item, tiles, number);
     if (number > begin) wait_for_keys(step + 1);
 #pragma unroll
     for (float& x : output) x = 0;
@@ -224,7 +262,7 @@ struct ForwardTiles {
     number--;
     auto end_tile = [&] {
       free_keys(step + 1);
-      if (number == begin) free_queries();
+      if (!keeps_queries && number == begin) free_queries();
       if (number > begin) wait_for_keys(step + 2);
       wait_for_products<0>(output, weights);
       free_values(step);
@@ -316,6 +354,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     if constexpr (Plan::continues)
       write_continued_results<T, Plan>(args, item, item.query + of_block, ended, state.output);
     else write_results<T, Plan, kind>(args, memory, item, group, ended, state.output);
+    if (state.keeps_queries) state.free_queries();
     memory.items_read[place.slot].arrive_as_warp();
   };
   auto finish = [&] {
@@ -364,7 +403,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
       if constexpr (!Plan::joined) finish();
     } else {
       if constexpr (Plan::joined) finish();
-      state.free_queries();
+      if (!state.keeps_queries) state.free_queries();
       end_rows(item, turn, scores);
 #pragma unroll
       for (float& x : state.output) x = 0;

@@ -12,7 +12,7 @@ namespace jaxsoft::cuda {
 // of the next item.
 template <class Plan>
 struct ContinuedPlan : Plan {
-  static constexpr bool continues = true, joined = false;
+  static constexpr bool continues = true, joined = false, halves = false;
 };
 
 template <class Plan>
@@ -24,19 +24,23 @@ struct ForwardMemory {
   using Values = unsigned char[Plan::value_boxes][key_box];
 
   // Where rows of a warp group lie before they are stored: output, and what rounding took from it. If there is no room
-  // for that, or they are in f32 or added to others, threads store them.
+  // for that, they take the place of the group's queries, one after the other, if the plan says so. Else threads store
+  // them, and so they do those in f32 and what is added to others.
   using Rows = unsigned char[Plan::value_boxes][query_box];
   struct Staged { Rows rows[Plan::groups][2]; };
-  struct NotStaged {};
+  struct NoRoom {};
   static constexpr int most = 227 * 1024, others = 1024;  // bytes
   static constexpr int of_group = sizeof(Queries) + 2 * sizeof(Rows), of_slot = sizeof(Keys) + sizeof(Values);
-  static constexpr bool staged =
-      !Plan::continues && Plan::groups * of_group + Plan::slots * of_slot + others <= most;
+  static constexpr bool has_room = Plan::groups * of_group + Plan::slots * of_slot + others <= most;
+  static constexpr bool staged_over_queries = !Plan::continues && !has_room && Plan::over_queries;
+  // Where items are joined, the next queries are multiplied before these results are there.
+  static_assert(!staged_over_queries || (sizeof(Rows) <= sizeof(Queries) && !Plan::joined));
+  static constexpr bool staged = !Plan::continues && (has_room || staged_over_queries);
 
   Queries queries[Plan::groups];
   Keys keys[Plan::slots];
   Values values[Plan::slots];
-  std::conditional_t<staged, Staged, NotStaged> results;
+  std::conditional_t<staged && has_room, Staged, NoRoom> results;
   Barrier queries_there[Plan::groups], queries_read[Plan::groups];
   Barrier keys_there[Plan::slots], keys_read[Plan::slots], values_there[Plan::slots], values_read[Plan::slots];
   // The item that is computed, the one before, whose output may not yet be written, and the next.

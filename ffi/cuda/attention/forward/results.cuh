@@ -170,11 +170,48 @@ __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>&
   commit_stores();
 }
 
+// The same where they take the place of queries, one after the other: when it returns, they have been read. A warp
+// multiplies its own rows of the queries alone, so it can put others there when it is done.
+template <class T, class Plan, ScoreKind kind>
+__device__ void store_over_queries(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
+                                   int group, const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
+  const bool copies = threadIdx.x % kWarpGroup == 0;
+  const NamedBarrier all{1 + Plan::groups + group, kWarpGroup};
+  auto& boxes = reinterpret_cast<typename ForwardMemory<Plan>::Rows&>(memory.queries[group]);
+  static_assert(sizeof boxes[0] == kBoxBytes);
+  const int query = item.query + group * Plan::group_queries;
+  auto store = [&](const CUtensorMap& map, void* array) {
+    show_to_copies();
+    all.wait();
+    if (may_have_segments<kind> && item.query_end < min(query + 64, args.call.queries)) {
+      store_first_rows<T, Plan>(args, item, query, static_cast<T*>(array), boxes);
+    } else if (copies) {
+      for (int box = 0; box < Plan::value_boxes; box++)
+        store_box(map, {box * 64, item.head, query, item.batch}, boxes[box]);
+      commit_stores();
+      wait_for_reads_of_stores();
+    }
+  };
+  auto value = [&](int i) {
+    const float inverse = rows.inverse[i / 2 % 2];
+    return inverse == 0 ? 0.f : output[i] * inverse;
+  };
+  stage_rows<T, Plan::value_size>(boxes, value);
+  store(args.output, args.results.output);
+  if (!args.results.output_residual) return;
+  all.wait();
+  stage_rows<T, Plan::value_size>(boxes, [&](int i) { return lost_by_rounding<T>(value(i)); });
+  store(args.output_residual, args.results.output_residual);
+}
+
 template <class T, class Plan, ScoreKind kind>
 __device__ void write_results(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
                               int group, const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
-  if constexpr (ForwardMemory<Plan>::staged)
+  if constexpr (ForwardMemory<Plan>::staged_over_queries) {
+    if (!args.results.wide) return store_over_queries<T, Plan, kind>(args, memory, item, group, rows, output);
+  } else if constexpr (ForwardMemory<Plan>::staged) {
     if (!args.results.wide) return store_results<T, Plan, kind>(args, memory, item, group, rows, output);
+  }
   const int query = item.query + group * Plan::group_queries + row_of_thread();
   write_row_result<0, T, Plan>(args, {args.call, item, query}, rows.inverse[0], output);
   __syncwarp();  // one after the other, as there are no registers for both

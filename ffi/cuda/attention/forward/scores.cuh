@@ -31,8 +31,8 @@ struct RowState {
 
 template <class T, class Plan, ScoreKind kind>
 struct ForwardScores {
-  static constexpr int tile = Plan::key_tile, count = tile / 2;  // numbers of a thread
-  using Tile = float[count];
+  static constexpr int tile = Plan::key_tile, all = tile / 2;  // numbers of a thread
+  using Tile = float[all];
   using Weights = uint32_t[tile / 16][4];
 
   const ForwardArguments& args;
@@ -50,13 +50,15 @@ struct ForwardScores {
   __device__ static constexpr int row(int i) { return i / 2 % 2; }
   __device__ static constexpr int column(int i) { return i / 4 * 8 + i % 2; }
 
-  // Caps scores.
+  // Caps scores: the first of the tile, as everywhere below.
+  template <int count = all>
   __device__ void cap(Tile& scores) const {
     const SoftCap& cap = args.soft_cap;
 #pragma unroll
     for (int i = 0; i < count; i++) scores[i] = fmaf(-2 * cap.cap, cap.logistic(scores[i]), cap.cap);
   }
   // Puts limits and segments on scores, which become -inf where they are masked.
+  template <int count = all>
   __device__ void mask(Tile& scores, const ForwardItem& item, int first_key) const {
     const AttentionCall& call = args.call;
     const int own = first_key + column_of_thread();
@@ -110,10 +112,12 @@ struct ForwardScores {
   };
   // Makes weights of scores by the references as they are.
   __device__ Taken weigh(Tile& scores) const {
-    return weigh(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)});
+    return weigh_by(scores, {in_base_2(rows[0].from), in_base_2(rows[1].from)});
   }
-  __device__ Taken weigh(Tile& scores, const float (&references)[2]) const {
-    return weigh(scores, references, [&](int i, float reference) { return fmaf(scores[i], args.unit, -reference); });
+  template <int count = all>
+  __device__ Taken weigh_by(Tile& scores, const float (&references)[2]) const {
+    auto exponent = [&](int i, float reference) { return fmaf(scores[i], args.unit, -reference); };
+    return weigh<false, count>(scores, references, exponent);
   }
   // The same from scores that are not capped yet, if they are far enough below the cap for a polynomial. It saves
   // exponentials, which are what takes the longest. The polynomial rises with the product, so it is the weights that
@@ -137,7 +141,7 @@ struct ForwardScores {
     return taken;
   }
   // exponent(i, reference) is that of number i.
-  template <bool with_smallest = false, class Exponent>
+  template <bool with_smallest = false, int count = all, class Exponent>
   __device__ Taken weigh(Tile& scores, const float (&references)[2], Exponent exponent) const {
     Taken taken;
     // No weight is negative, so they compare as integers do, of which there are three at a time.
@@ -192,11 +196,12 @@ struct ForwardScores {
       state.sum = (state.sum + taken.sums[r]) * factors[r];
     }
 #pragma unroll
-    for (int i = 0; i < count; i++) weights[i] *= factors[row(i)];
+    for (int i = 0; i < all; i++) weights[i] *= factors[row(i)];
     return true;
   }
 
   // Takes in a tile of scores, which become weights. Returns by how much to multiply what was added up before.
+  template <int count = all>
   __device__ void take(Tile& scores, float (&factors)[2]) {
     float tops[2] = {-infinity<float>(), -infinity<float>()};
 #pragma unroll
@@ -214,8 +219,8 @@ struct ForwardScores {
       references[r] = subtracted(state);
     }
     if (__any_sync(0xffffffffu, fmaxf(fabsf(references[0]), fabsf(references[1])) >= kLargeReference))
-      subtract_references(scores, references);
-    const Taken taken = weigh(scores, references);
+      subtract_references<count>(scores, references);
+    const Taken taken = weigh_by<count>(scores, references);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       RowState& state = rows[r];
@@ -228,7 +233,7 @@ struct ForwardScores {
   // The weights as the left operand of the product with values.
   __device__ static void round(const Tile& weights, Weights& rounded) {
 #pragma unroll
-    for (int i = 0; i < count; i += 2)
+    for (int i = 0; i < all; i += 2)
       rounded[i / 8][i / 2 % 4] = bits<uint32_t>(narrow_pair(weights[i], weights[i + 1], T()));
   }
 
@@ -271,6 +276,7 @@ struct ForwardScores {
   // The largest weight by the reference as it is. By a large one, or none, there is no weight.
   __device__ float limit(const RowState& state) const { return is_small(state.from) ? kLargestWeight : -1; }
   __device__ static float reference_of(const RowState& state) { return reference(state.from); }
+  template <int count>
   __device__ void subtract_references(Tile& scores, float (&references)[2]) const {
     float subtracted[2];
 #pragma unroll

@@ -12,13 +12,18 @@ namespace jaxsoft::cuda {
 // `key_tile` keys, and of their values, of which `slots` each are in shared memory. Groups start products in turns, or
 // they are free. Groups that are free let tiles pass that matter to others alone, and so do those in turns if tiles
 // are shorter than the queries of a block. The last product of an item may be `joined` with the first of the next one.
+// Results are staged in shared memory; if there is no room for that, they may take the place of queries.
 template <int head_size, int computing_groups, int keys_of_tile, int tiles_in_ring, bool in_turns,
-          bool joined_items = false, int size_of_values = head_size>
+          bool joined_items = false, bool results_over_queries = false, int size_of_values = head_size>
 struct ForwardPlanOf {
   static constexpr int size = head_size, value_size = size_of_values;
   static constexpr int groups = computing_groups, key_tile = keys_of_tile, slots = tiles_in_ring;
-  static constexpr bool turns = in_turns, joined = joined_items, continues = false;
+  static constexpr bool turns = in_turns, joined = joined_items, over_queries = results_over_queries;
+  static constexpr bool continues = false;
   static constexpr int group_queries = 64, queries = groups * group_queries, threads = (groups + 1) * kWarpGroup;
+  // Whether a group multiplies half of its last tile, where the other is masked for it: under a causal rule, so it is
+  // for the first of two groups where a tile is as long as the queries of both.
+  static constexpr bool halves = false;
   static constexpr bool short_tiles = turns && key_tile < queries, parted = !turns || short_tiles;
   // Tiles lie in boxes of 64 columns, which fill the 128 bytes of the swizzle.
   static constexpr int boxes = size / 64, value_boxes = value_size / 64;
@@ -31,9 +36,12 @@ struct ForwardPlanOf {
 // By measurement on an H200: items that are joined are 2 to 5 % faster without limits, and no faster under a causal
 // rule, where 176 keys in place of 128 are 2 % faster at 32K and 10 % slower at 2K with heads of 128. With heads of
 // 64, groups in turns are 2 to 6 % faster, but 1 to 3 % slower where there are segments, and two groups of 176 or 192
-// keys 5 to 14 % slower. No faster were, on an H100, clusters of two blocks that copy tiles for one another, a second
-// slot for queries, exponentials by polynomials beside those of the hardware, two tiles of scores in flight, and
-// products for the output that are started between the exponentials of the next tile.
+// keys 5 to 14 % slower. With heads of 256, results in the place of queries are under a causal rule 7 % faster at 512,
+// 4 % at 2K and 1 % at 8K, and without limits 4 % slower at 512 and 1 % at 2K. Half a tile where the other is masked
+// makes heads of 128 2 % faster. No faster were, on an H100, clusters of two blocks that copy tiles for one another, a
+// second slot for queries, exponentials by polynomials beside those of the hardware, two tiles of scores in flight, and
+// products for the output that are started between the exponentials of the next tile; and on an H200 groups that begin
+// an item one after the other, and an item's end computed beside its last product.
 template <int size, int value_size, ScoreKind kind>
 struct ForwardPlan;
 template <ScoreKind kind>
@@ -41,13 +49,16 @@ struct ForwardPlan<64, 64, kind>
     : ForwardPlanOf<64, 3, 128, 4, kind != ScoreKind::segmented, kind == ScoreKind::plain> {};
 template <ScoreKind kind>
 struct ForwardPlan<128, 128, kind>
-    : ForwardPlanOf<128, 2, kind == ScoreKind::plain ? 176 : 128, 2, true, kind == ScoreKind::plain> {};
+    : ForwardPlanOf<128, 2, kind == ScoreKind::plain ? 176 : 128, 2, true, kind == ScoreKind::plain> {
+  // For other kinds, as for values of 128 with larger heads, ptxas has not the registers then to overlap products.
+  static constexpr bool halves = kind == ScoreKind::limited;
+};
 template <ScoreKind kind>
-struct ForwardPlan<192, 128, kind> : ForwardPlanOf<192, 2, 128, 2, true, kind == ScoreKind::plain, 128> {};
+struct ForwardPlan<192, 128, kind> : ForwardPlanOf<192, 2, 128, 2, true, kind == ScoreKind::plain, false, 128> {};
 template <ScoreKind kind>
 struct ForwardPlan<192, 192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ScoreKind kind>
-struct ForwardPlan<256, 256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
+struct ForwardPlan<256, 256, kind> : ForwardPlanOf<256, 2, 80, 2, true, false, kind == ScoreKind::limited> {};
 
 // The plan of calls without limits that have few keys, if there is one, and which calls it serves: of those that
 // continue, none. With heads of 128, its tiles are shorter, so that there is room to stage results. (H200, beside tiles
