@@ -393,7 +393,7 @@ def test_offsets_of_all_scores(offset, dtype, implementation):
 
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("options", [(), ("causal",), ("bias",)], ids=str)
-@pytest.mark.parametrize("shift", [3, 1, 0])
+@pytest.mark.parametrize("shift", [3, 1, 0])  # the default run has the first
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @each_implementation
 def test_beside_jax(options, shift, dtype, implementation):

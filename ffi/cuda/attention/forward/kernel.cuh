@@ -77,8 +77,7 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
     };
     // A group that lets the first tile pass waits for its values, and where results take the place of queries, these
     // are copied late.
-    constexpr bool late = ForwardMemory<Plan>::staged_over_queries;
-    if (!late || tiles.end - tiles.begin < 2) copy_queries();
+    if (!Plan::over_queries || tiles.end - tiles.begin < 2) copy_queries();
     // The next item is taken late, as multiprocessors are not equally fast, but so that what there is to know of it is
     // known when the others have ended this one.
     unsigned taken = 0;
@@ -86,12 +85,12 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
       copy_keys(step + 1, tile - 1);
       if (tile - 1 == tiles.begin && args.counter) taken = take(args.counter);
       copy_values(step, tile);
-      if (late && tile == tiles.end - 1) copy_queries();
+      if (Plan::over_queries && tile == tiles.end - 1) copy_queries();
     }
     if (tiles.end - tiles.begin < 2 && args.counter) taken = take(args.counter);
     number = args.counter ? static_cast<int>(min(taken + gridDim.x, unsigned(args.items))) : number + gridDim.x;
     post(turn + 1, number);
-    if constexpr (Plan::joined || ForwardMemory<Plan>::staged_over_queries)
+    if constexpr (Plan::joined || Plan::over_queries)
       prefetch_queries<Plan>(args, memory.items[ItemSlot<Plan>(turn + 1).slot]);
     if (!tiles.empty()) copy_values(step++, tiles.begin);
   }
@@ -126,9 +125,7 @@ struct ForwardTiles {
   }
   __device__ void free_keys(unsigned step) const { memory.keys_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
   __device__ void free_values(unsigned step) const { memory.values_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
-  // Where results take the place of queries, that is free when these have been read from there, else after the last
-  // product with keys.
-  static constexpr bool keeps_queries = ForwardMemory<Plan>::staged_over_queries;
+  // After the last product with keys; if results take their place, when these have been read from there.
   __device__ void free_queries() const { memory.queries_read[group].arrive_as_warp(); }
 
   // Of the first keys of a tile, or of all of them.
@@ -137,7 +134,7 @@ struct ForwardTiles {
     const unsigned slot = RingSlot<Plan>(step).slot;
     int own = group;
     // Else addresses are computed in advance, also of rows that are stored from there, and there are no registers.
-    if (keeps_queries) asm volatile("" : "+r"(own));
+    if (Plan::over_queries) asm volatile("" : "+r"(own));
     auto& products = reinterpret_cast<float(&)[keys / 2]>(tile);
     begin_products();
 #pragma unroll
@@ -198,8 +195,8 @@ struct ForwardTiles {
   }
   // The same of a tile whose second half is masked for all of the group's queries, and not multiplied.
   __device__ void take_first_half(Scores& scores, const ForwardItem& item, int number) {
+    static_assert(!Plan::halves || kind == ScoreKind::limited);
     constexpr int half = Scores::all / 2;
-    if constexpr (kind == ScoreKind::capped) scores.template cap<half>(tile);
     scores.template mask<half>(tile, item, item.template key_of<Plan, kind>(number));
     scores.template take<half>(tile, factors);
 #pragma unroll
@@ -245,14 +242,13 @@ struct ForwardTiles {
       wait_for_products<0>(output, weights);
       if (pending) free_values(before), write();
     } else {
-      static_assert(!Plan::halves || Plan::groups == 2);  // three have not the registers
       half = Plan::halves && half_is_masked(item, number);
       if (half) start_scores<Plan::halves ? Plan::key_tile / 2 : Plan::key_tile>(step);
       else start_scores(step);
       wait_for_products<0>(tile);
     }
     free_keys(step);
-    if (!keeps_queries && number == begin) free_queries();
+    if (!Plan::over_queries && number == begin) free_queries();
     if (half) take_first_half(scores, item, number);
     else take_any(scores, item, tiles, number);
     if (number > begin) wait_for_keys(step + 1);
@@ -262,7 +258,7 @@ struct ForwardTiles {
     number--;
     auto end_tile = [&] {
       free_keys(step + 1);
-      if (!keeps_queries && number == begin) free_queries();
+      if (!Plan::over_queries && number == begin) free_queries();
       if (number > begin) wait_for_keys(step + 2);
       wait_for_products<0>(output, weights);
       free_values(step);
@@ -354,7 +350,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     if constexpr (Plan::continues)
       write_continued_results<T, Plan>(args, item, item.query + of_block, ended, state.output);
     else write_results<T, Plan, kind>(args, memory, item, group, ended, state.output);
-    if (state.keeps_queries) state.free_queries();
+    if (Plan::over_queries) state.free_queries();
     memory.items_read[place.slot].arrive_as_warp();
   };
   auto finish = [&] {
@@ -403,7 +399,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
       if constexpr (!Plan::joined) finish();
     } else {
       if constexpr (Plan::joined) finish();
-      if (!state.keeps_queries) state.free_queries();
+      if (!Plan::over_queries) state.free_queries();
       end_rows(item, turn, scores);
 #pragma unroll
       for (float& x : state.output) x = 0;
@@ -415,7 +411,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   }
   if constexpr (Plan::joined) finish();
   if (Plan::turns && group == 0) state.own_turn.wait();  // as often as the last group has arrived
-  if (ForwardMemory<Plan>::staged) wait_for_reads_of_stores();
+  if (ForwardMemory<Plan>::staged || Plan::over_queries) wait_for_reads_of_stores();
 }
 
 template <class T, class Plan, ScoreKind kind>

@@ -35,7 +35,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   if (auto e = of_queries(&args.query, call.query, call.size)) return e;
   if (auto e = of_keys(&args.key, call.key, call.size)) return e;
   if (auto e = of_keys(&args.value, call.value, call.value_size)) return e;
-  if (ForwardMemory<Plan>::staged && !results.wide) {
+  if ((ForwardMemory<Plan>::staged || Plan::over_queries) && !results.wide) {
     if (auto e = of_queries(&args.output, results.output, call.value_size)) return e;
     if (results.output_residual)
       if (auto e = of_queries(&args.output_residual, results.output_residual, call.value_size)) return e;

@@ -12,7 +12,7 @@ namespace jaxsoft::cuda {
 // of the next item.
 template <class Plan>
 struct ContinuedPlan : Plan {
-  static constexpr bool continues = true, joined = false, halves = false;
+  static constexpr bool continues = true, joined = false, halves = false, over_queries = false;
 };
 
 template <class Plan>
@@ -24,23 +24,22 @@ struct ForwardMemory {
   using Values = unsigned char[Plan::value_boxes][key_box];
 
   // Where rows of a warp group lie before they are stored: output, and what rounding took from it. If there is no room
-  // for that, they take the place of the group's queries, one after the other, if the plan says so. Else threads store
-  // them, and so they do those in f32 and what is added to others.
+  // for that, threads store them, or the plan has them `over_queries`: one after the other in the place of the group's
+  // queries. Those in f32, or added to others, are stored by threads.
   using Rows = unsigned char[Plan::value_boxes][query_box];
   struct Staged { Rows rows[Plan::groups][2]; };
-  struct NoRoom {};
+  struct NotStaged {};
   static constexpr int most = 227 * 1024, others = 1024;  // bytes
   static constexpr int of_group = sizeof(Queries) + 2 * sizeof(Rows), of_slot = sizeof(Keys) + sizeof(Values);
-  static constexpr bool has_room = Plan::groups * of_group + Plan::slots * of_slot + others <= most;
-  static constexpr bool staged_over_queries = !Plan::continues && !has_room && Plan::over_queries;
+  static constexpr bool staged =
+      !Plan::continues && Plan::groups * of_group + Plan::slots * of_slot + others <= most;
   // Where items are joined, the next queries are multiplied before these results are there.
-  static_assert(!staged_over_queries || (sizeof(Rows) <= sizeof(Queries) && !Plan::joined));
-  static constexpr bool staged = !Plan::continues && (has_room || staged_over_queries);
+  static_assert(!Plan::over_queries || (!staged && sizeof(Rows) <= sizeof(Queries) && !Plan::joined));
 
   Queries queries[Plan::groups];
   Keys keys[Plan::slots];
   Values values[Plan::slots];
-  std::conditional_t<staged && has_room, Staged, NoRoom> results;
+  std::conditional_t<staged, Staged, NotStaged> results;
   Barrier queries_there[Plan::groups], queries_read[Plan::groups];
   Barrier keys_there[Plan::slots], keys_read[Plan::slots], values_there[Plan::slots], values_read[Plan::slots];
   // The item that is computed, the one before, whose output may not yet be written, and the next.

@@ -35,6 +35,10 @@ struct RowsResult {
   }
 };
 
+// A number of an accumulator, divided by the sum of its row's weights. A query without keys has 0, whatever the values
+// are.
+__device__ inline float divided(float number, float inverse) { return inverse == 0 ? 0.f : number * inverse; }
+
 // Where one of the rows of a thread is.
 struct RowPlace {
   bool there;
@@ -117,9 +121,8 @@ __device__ void write_output(const ForwardArguments& args, int64_t place, bool t
 template <int r, class T, class Plan>
 __device__ void write_row_result(const ForwardArguments& args, const RowPlace& place, float inverse,
                                  const float (&output)[Plan::value_size / 2]) {
-  // A query without keys has 0, whatever the values are.
   write_output<r, T, Plan>(args, place.output(args.call), place.there,
-                           [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; });
+                           [&](int i) { return divided(output[i], inverse); });
 }
 
 // Stores the first rows of a warp group that are staged in boxes, where the rows after them are not the group's.
@@ -141,10 +144,7 @@ __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>&
   const bool copies = threadIdx.x % kWarpGroup == 0;
   const NamedBarrier all{1 + Plan::groups + group, kWarpGroup};
   auto& stages = memory.results.rows[group];
-  auto value = [&](int i) {
-    const float inverse = rows.inverse[i / 2 % 2];
-    return inverse == 0 ? 0.f : output[i] * inverse;
-  };
+  auto value = [&](int i) { return divided(output[i], rows.inverse[i / 2 % 2]); };
   if (copies) wait_for_reads_of_stores();
   all.wait();
   static_assert(sizeof stages[0][0] == kBoxBytes);
@@ -175,39 +175,34 @@ __device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>&
 template <class T, class Plan, ScoreKind kind>
 __device__ void store_over_queries(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
                                    int group, const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
+  static_assert(!may_have_segments<kind>, "the rows after an item's would have to be left as they are");
   const bool copies = threadIdx.x % kWarpGroup == 0;
   const NamedBarrier all{1 + Plan::groups + group, kWarpGroup};
   auto& boxes = reinterpret_cast<typename ForwardMemory<Plan>::Rows&>(memory.queries[group]);
   static_assert(sizeof boxes[0] == kBoxBytes);
   const int query = item.query + group * Plan::group_queries;
-  auto store = [&](const CUtensorMap& map, void* array) {
+  auto store = [&](const CUtensorMap& map) {
     show_to_copies();
     all.wait();
-    if (may_have_segments<kind> && item.query_end < min(query + 64, args.call.queries)) {
-      store_first_rows<T, Plan>(args, item, query, static_cast<T*>(array), boxes);
-    } else if (copies) {
-      for (int box = 0; box < Plan::value_boxes; box++)
-        store_box(map, {box * 64, item.head, query, item.batch}, boxes[box]);
-      commit_stores();
-      wait_for_reads_of_stores();
-    }
+    if (!copies) return;
+    for (int box = 0; box < Plan::value_boxes; box++)
+      store_box(map, {box * 64, item.head, query, item.batch}, boxes[box]);
+    commit_stores();
+    wait_for_reads_of_stores();
   };
-  auto value = [&](int i) {
-    const float inverse = rows.inverse[i / 2 % 2];
-    return inverse == 0 ? 0.f : output[i] * inverse;
-  };
+  auto value = [&](int i) { return divided(output[i], rows.inverse[i / 2 % 2]); };
   stage_rows<T, Plan::value_size>(boxes, value);
-  store(args.output, args.results.output);
+  store(args.output);
   if (!args.results.output_residual) return;
   all.wait();
   stage_rows<T, Plan::value_size>(boxes, [&](int i) { return lost_by_rounding<T>(value(i)); });
-  store(args.output_residual, args.results.output_residual);
+  store(args.output_residual);
 }
 
 template <class T, class Plan, ScoreKind kind>
 __device__ void write_results(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
                               int group, const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
-  if constexpr (ForwardMemory<Plan>::staged_over_queries) {
+  if constexpr (Plan::over_queries) {
     if (!args.results.wide) return store_over_queries<T, Plan, kind>(args, memory, item, group, rows, output);
   } else if constexpr (ForwardMemory<Plan>::staged) {
     if (!args.results.wide) return store_results<T, Plan, kind>(args, memory, item, group, rows, output);

@@ -50,14 +50,13 @@ struct ForwardScores {
   __device__ static constexpr int row(int i) { return i / 2 % 2; }
   __device__ static constexpr int column(int i) { return i / 4 * 8 + i % 2; }
 
-  // Caps scores: the first of the tile, as everywhere below.
-  template <int count = all>
+  // Caps scores.
   __device__ void cap(Tile& scores) const {
     const SoftCap& cap = args.soft_cap;
 #pragma unroll
-    for (int i = 0; i < count; i++) scores[i] = fmaf(-2 * cap.cap, cap.logistic(scores[i]), cap.cap);
+    for (int i = 0; i < all; i++) scores[i] = fmaf(-2 * cap.cap, cap.logistic(scores[i]), cap.cap);
   }
-  // Puts limits and segments on scores, which become -inf where they are masked.
+  // Puts limits and segments on scores, which become -inf where they are masked: on the first `count`, as below.
   template <int count = all>
   __device__ void mask(Tile& scores, const ForwardItem& item, int first_key) const {
     const AttentionCall& call = args.call;
